@@ -252,13 +252,13 @@ def _ill_accelerator(world: World, fault: SimulatedFault) -> None:
     for host in hosts_of(world, fault):
         if host.agent is not None:
             worker = workers.get(host.name, "") if fault.pick else ""
-            foretold = fault.how == "foretold"
-            kind: Any = None if foretold else fault.how or None
+            is_forecast = fault.how == "foretold"
+            kind: Any = None if is_forecast else fault.how or None
             needs: Any = "reboot" if kind == "gpu_broken" else ""
             saw = AcceleratorSaw(
                 accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", repair_need=needs
             )
-            host.agent.feed(replace(saw, predicts_failure=foretold))
+            host.agent.feed(replace(saw, predicts_failure=is_forecast))
             host.is_unhealthy = bool(fault.how)
             until(world, fault, lambda host=host: setattr(host, "is_unhealthy", False))  # type: ignore[misc]
 

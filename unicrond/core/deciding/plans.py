@@ -145,6 +145,7 @@ def _trigger(state: ClusterState) -> str:
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
     changes += [f"task {t.name} has other settings" for t in state.active if t.updated_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
+    changes += [f"task {name} is measured anew" for name in (state.plan.revised_for,) if name]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordon.active and n.schedulable]
     changes += [change for t in state.active if (change := turns.changed_since(state, t, state.plan.adopted_us))]
     active = [task.name for task in state.active]

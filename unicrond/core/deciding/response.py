@@ -7,7 +7,7 @@ The ladder, for one incident of a task; each step is a decision with its reason:
         `strikes_max` times -> SEV1
   SEV1  the node is isolated (`isolations`), all tasks get a new plan
   `stuck_max` blows or faults of its program without a new iteration, or two nodes struck and no step: it is the task
-  that fails (`failure_reason`), and the nodes are readmitted (`failed_task`).
+  that fails (`failure_reason`), and the nodes are readmitted (`failed_tasks`).
 
 Rules (how bad an error is: faults/severity.py; whose fault it is: faults/program_faults.py; whose a broken connection:
 faults/blame.py)
@@ -297,13 +297,14 @@ def _is_suspect(state: ClusterState, name: str, task: Task) -> bool:
     return suspicion is not None and task.name in suspicion.tasks
 
 
-def failed_task(state: ClusterState, node: Node) -> str:
-    """Return the task that was at fault since it failed on other nodes too; "" where the node itself is blamed."""
+def failed_tasks(state: ClusterState, node: Node) -> list[str]:
+    """Return the tasks that were at fault since they failed on other nodes too; none where the node itself is
+    blamed."""
     if node.isolation.probation is not None and node.isolation.probation.cause == "hardware":
-        return ""
+        return []
     strikers = [task for task in state.tasks.values() if task.troubles.names(node.name)]
     failed = strikers and all(task.status is TaskStatus.FAILED for task in strikers)
-    return strikers[0].name if failed else ""
+    return [task.name for task in strikers] if failed else []
 
 
 # --- parts --------------------------------------------------------------------------------------

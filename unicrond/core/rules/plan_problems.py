@@ -172,7 +172,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         throughput=curve,
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
         alternatives=alternatives,
-        prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
+        prices=Prices() if at_rest else _prices(survey, task, chooses=chooses or bool(survey.types)),
         turn=0 if at_rest else survey.turns.get(task.name, 0),
         gpu=gpu if survey.types else "",
         priority=task.spec.priority,
@@ -232,10 +232,14 @@ def _chooses(survey: Survey, task: Task) -> bool:
     return bool(task.spec.layouts) and not by_person
 
 
-def _prices(survey: Survey, task: Task) -> Prices:
+def _prices(survey: Survey, task: Task, *, chooses: bool) -> Prices:
     """Return what changes cost the task, as far as it was measured; otherwise a reshape costs RESHAPE_TRANSITIONS
-    transitions."""
+    transitions. Stopping it costs what its own last start took. `chooses`: it may get another layout or type."""
+    if not chooses:
+        return Prices(restart_us=task.pace.start_us or None)
     transition_us = task.pace.transition_us or int(survey.policy.transition_s * _SECOND_US)
     return Prices(
-        move_us=task.pace.move_us or None, reshape_us=task.pace.reshape_us or RESHAPE_TRANSITIONS * transition_us
+        move_us=task.pace.move_us or None,
+        reshape_us=task.pace.reshape_us or RESHAPE_TRANSITIONS * transition_us,
+        restart_us=task.pace.start_us or None,
     )

@@ -70,7 +70,9 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
 
     `committed_generation`: the generation that committed it. `save_failures`: why the last checkpoint was not written,
-    by whose it was (unicrond.events.vocabulary.SaveFailed).
+    by whose it was (unicrond.events.vocabulary.SaveFailed). `trained_us`: how long all iterations took, by their own
+    clock. `iterations_repeated`: committed ones that were trained again. `repeats_until`: up to this one the present
+    group trains again what was committed before; 0: it does not. `repeats_for`: the kind of incident of the last time.
     """
 
     iteration: int = always(0)
@@ -82,6 +84,23 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     last_commit_us: int = always(0)
     checkpoint_iteration: int = always(0)
     save_failures: dict[str, str] = {}
+    trained_us: int = 0
+    iterations_repeated: int = 0
+    repeats_until: int = 0
+    repeats_for: str = ""
+
+
+class Circumstances(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What stood when T was last measured at a number of workers: `flops` then, on which `nodes` (sorted), and until
+    when the task ran so, `measured_us` (log time). `has_faded`: the belief has moved since, by age or because its cause
+    is gone. `trials`: how often the same was measured again after that (worth/evidence.py).
+    """
+
+    flops: int
+    nodes: tuple[str, ...]
+    measured_us: int
+    has_faded: bool = False
+    trials: int = 0
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,7 +109,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     that were measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none
     yet. `other_layouts`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and
     D_move, likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none
-    reported; `on_gpus`: what was measured on other types, by layout (gpu_types.py).
+    reported; `on_gpus`: what was measured on other types, by layout (gpu_types.py). `circumstances`: of the
+    measurements in the present layout on the present type, by workers. `revised_us`: when a measurement of the task
+    last asked for a plan. `start_us`: D_restart, what its last start took from the first command to the first group;
+    `starting_since_us`: since when it starts, 0 = it does not.
     """
 
     iteration_us: int = always(0)
@@ -103,6 +125,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     move_us: int = 0
     gpu: str = ""
     on_gpus: dict[str, dict[str, dict[str, int]]] = {}
+    circumstances: dict[str, Circumstances] = {}
+    revised_us: int = 0
+    start_us: int = 0
+    starting_since_us: int = 0
 
 
 class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
