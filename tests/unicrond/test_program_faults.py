@@ -8,6 +8,7 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from unicrond.core.faults import program_faults
 from unicrond.core.faults.program_faults import Guilt, judge_end, judge_report, looping_text, signature_of
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Severity, TaskStatus
 from unicrond.core.state.task_parts import Crashes
 from unicrond.core.state.workers import Worker, WorkerError, WorkerStatus
@@ -262,6 +263,35 @@ def test_unknown_end_is_tried_elsewhere_before_node_is_suspected() -> None:
     cluster.run()
     node = cluster.state.nodes[first]
     assert not node.isolation.active and node.health.suspicion == suspicion, "it keeps the suspicion"
+    assert len(said(cluster, v.NodeIsolated)) == 1, "nothing new has happened there"
+
+
+@pytest.mark.parametrize("strikes_max", [1, 2, 3])
+def test_suspected_node_returns_until_something_new_ends_there(strikes_max: int) -> None:
+    """It is isolated by one more end, not by the old ones."""
+    cluster = MiniCluster(1, Policy(strikes_max=strikes_max))
+    for name in ("n0", "n1"):
+        cluster.add_host(name)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    first = next(iter(cluster.state.tasks["big"].workers.values())).node
+    for _ in range(strikes_max):
+        end(cluster, "big", number=9, tail="")
+        cluster.run()
+    cluster.train("big", 1)
+    cluster.run()
+    assert len(said(cluster, v.NodeIsolated)) == 1 and not cluster.state.nodes[first].isolation.active
+    (other,) = {"n0", "n1"} - {first}
+    cluster.cordon(other, drain=True)
+    cluster.run()
+    end(cluster, "big", number=9, tail="")
+    cluster.uncordon(other)
+    cluster.run()
+    cluster.cordon(first, drain=True)
+    cluster.run()
+    cluster.train("big", 1)
+    cluster.run_but_isolation()
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [first, first]
 
 
 def test_same_signature_on_two_nodes_is_of_program() -> None:

@@ -92,6 +92,8 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.revised_us",
     "pace.start_us",
     "pace.starting_since_us",
+    "owner",
+    "updated_us",
 )
 
 #: Where each field of a flat node stands in a Node.
