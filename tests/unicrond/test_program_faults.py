@@ -364,3 +364,22 @@ def test_crash_loop_is_told_once() -> None:
     notices = [notice for step in steps_of(cluster) for notice in step_notices(step) if notice.rule == "crash_looping"]
     assert [notice.is_over for notice in notices] == [False, True]
     assert notices[0].title == "task typo is crash-looping" and "tokens.txt" in notices[0].text
+
+
+def test_failing_task_takes_only_idle_workers() -> None:
+    """Ten times as heavy and with a floor: after its first fruitless fault others get what they have a use for."""
+    cluster = cluster_of(4)
+    cluster.submit("slow", min_workers=1, max_workers=2)
+    cluster.submit("typo", weight=10.0, min_workers=2, max_workers=4)
+    cluster.run()
+    assert workers(cluster)["typo"] == 3
+    end(cluster, "typo")
+    cluster.run()
+    assert workers(cluster) == {"slow": 2, "typo": 2}, "the floor of slow and its second worker; the rest idles"
+    gone = next(worker.node for worker in cluster.state.tasks["slow"].workers.values())
+    cluster.kill_host(cluster.hosts[gone])
+    cluster.lose(cluster.hosts[gone])
+    cluster.run()
+    assert workers(cluster) == {"slow": 2, "typo": 0}, "its floor goes before nobody's second worker"
+    assert "crash-looping" not in looping_text(cluster.state.tasks["typo"])
+    assert looping_text(cluster.state.tasks["typo"]).startswith("failed once: FileNotFoundError")
