@@ -26,6 +26,7 @@ from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, w
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
     incidents_table,
+    links_table,
     node_status,
     nodes_table,
     stragglers,
@@ -90,6 +91,9 @@ def status(options: argparse.Namespace) -> None:
     if stragglers(state):
         print()
         show(stragglers_table(state))
+    if any(link.is_poor for link in state.links.values()):
+        print()
+        show(links_table(state))
 
 
 def _heads(health: dict[str, Any]) -> dict[str, str]:

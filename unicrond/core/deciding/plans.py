@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from unicrond.core.deciding import links
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes.gpu_types import on_type
 from unicrond.core.planning.placement import Placement, place_apart
@@ -54,10 +55,11 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
         task.name: [] if layout else present_replicas(survey, task)
         for task, layout in zip(active, solution.layouts, strict=True)
     }
-    types = survey.gpus, dict(zip(counts, solution.gpus, strict=True))
+    current = {name: links.together(survey, state.tasks[name], replicas) for name, replicas in current.items()}
+    types, apart = (survey.gpus, dict(zip(counts, solution.gpus, strict=True))), survey.barred_pairs
     placed = _placed_elsewhere(survey, counts, shapes, current, types)
     if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
-        relocated = place_apart(counts, shapes, survey.capacity, {}, types)
+        relocated = place_apart(counts, shapes, survey.capacity, {}, types, apart)
         placed = placed if relocated.short else relocated  # there is room, if more than a few move
     assignments = []
     for task in active:
@@ -102,7 +104,8 @@ def _placed_elsewhere(
 ) -> Placement:
     """Place the tasks; those that avoid nodes elsewhere, where there is room. On an avoided node only the other tasks'
     present workers have seats then."""
-    placed = place_apart(counts, shapes, survey.capacity, current, types)
+    apart = survey.barred_pairs
+    placed = place_apart(counts, shapes, survey.capacity, current, types, apart)
     avoided = {node for name in counts for node in survey.avoided.get(name, ())}
     if not avoided:
         return placed
@@ -112,7 +115,7 @@ def _placed_elsewhere(
     }
     seats = Counter(node for replicas in stays.values() for nodes in replicas for node in nodes)
     capacity = {node: min(slots, seats[node]) if node in avoided else slots for node, slots in survey.capacity.items()}
-    elsewhere = place_apart(counts, shapes, capacity, stays, types)
+    elsewhere = place_apart(counts, shapes, capacity, stays, types, apart)
     return placed if elsewhere.short else elsewhere
 
 
@@ -143,6 +146,7 @@ def _trigger(state: ClusterState) -> str:
         if n.name in planned and not n.schedulable
     ]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
+    changes += links.changes_since(state, state.plan.adopted_us)
     changes += [f"task {t.name} has other settings" for t in state.active if t.updated_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
     changes += [f"task {name} is measured anew" for name in (state.plan.revised_for,) if name]

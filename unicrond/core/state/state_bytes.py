@@ -92,6 +92,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.revised_us",
     "pace.start_us",
     "pace.starting_since_us",
+    "group.probing",
     "owner",
     "updated_us",
 )
@@ -135,6 +136,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "departure.removal",
     "departure.leave_ordered",
     "gpu",
+    "probe_port",
 )
 
 

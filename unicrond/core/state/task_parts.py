@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.workers import Membership
 from unicrond.events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
 from unicrond.events.vocabulary.field_defaults import always
@@ -142,7 +143,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     members that are slower than the other replicas, by worker. `membership_parts`: parts of the next membership, as far
     as they have come (events/vocabulary/placements.py). `lead_confirmed`: the newest group's lead has said for all that
     they are in it (MembershipDecided.leader_confirms). `last_membership`: the last membership of which a lead had said
-    so, until the newest group has met.
+    so, until the newest group has met. `probing`: probes of the links between its members (faults/links.py).
     """
 
     formed_after: int = always(0)
@@ -155,6 +156,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     membership_parts: PartialMembership | None = None
     lead_confirmed: bool = False
     last_membership: Membership | None = None
+    probing: LinkProbing = LinkProbing()
 
 
 class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
