@@ -156,10 +156,10 @@ class PlanAnswer(NamedTuple):
 def with_provenance(event: E, answered: PlanAnswer) -> E:
     """Return the event; a plan with how it was made."""
     if isinstance(event, PlanAdopted):
-        return replace(event, method=answered.method, took_us=answered.took_us, rows_reused=answered.rows_reused)
+        return replace(event, method=answered.method, duration_us=answered.took_us, rows_reused=answered.rows_reused)
     return event
 
 
 def without_provenance(event: E) -> E:
     """Return the event as `decide` gives it."""
-    return replace(event, method="fresh", took_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event
+    return replace(event, method="fresh", duration_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event
