@@ -68,6 +68,8 @@ SHARED: dict[str, SharedFlag] = {
     "--iterations": SharedFlag("N", "train up to this iteration", whole(1)),
     "--tp": SharedFlag("N", "set the tensor parallel degree", whole(1)),
     "--pp": SharedFlag("N", "set the pipeline parallel degree", whole(1)),
+    "--min-workers": SharedFlag("N", "set the fewest workers", whole(1)),
+    "--max-workers": SharedFlag("N", "set the most workers", whole(1)),
     "--micro-batch": SharedFlag("N", "set the sequences per micro-batch", whole(1)),
     # how it is shown
     "--json": SharedFlag(None, "print JSON instead of text"),

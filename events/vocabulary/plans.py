@@ -18,7 +18,6 @@ from unicrond.events.vocabulary.field_types import (
     Micros,
     Name,
     PlanMethod,
-    Size,
     Slots,
     Small,
     SomeDuration,
@@ -113,20 +112,26 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
 
 class ThroughputCorrected(Decision, frozen=True, kw_only=True):
     """T(task, workers) is `flops` from now on: what the last `reports` reports say, by the median of their
-    time per iteration, `iteration_us`. No plan is made because of it; the next one uses it.
+    time per iteration, `iteration_us`. No plan is made because of it, unless it `asks_for_plan`; the next one uses it.
+
+    `reports` 0: nothing new was measured. What had been counts less by now; with 0 FLOP/s it counts no longer, and T
+    is again what the other measurements and the task's model say.
     """
 
     task: Name
     workers: SomeWorkers
     flops: Flops
     iteration_us: SomeDuration
-    reports: Size
+    reports: Small
     reason: Text
+    asks_for_plan: bool = False
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        achieved = f"{self.flops:.3g} FLOP/s on {count(self.workers, 'worker')}"
-        return f"task {self.task} achieves {achieved}: {self.reason}"
+        workers = count(self.workers, "worker")
+        if not self.flops:
+            return f"what task {self.task} achieved on {workers} no longer counts: {self.reason}"
+        return f"task {self.task} achieves {self.flops:.3g} FLOP/s on {workers}: {self.reason}"
 
 
 class FailureRateEstimated(Decision, frozen=True, kw_only=True):

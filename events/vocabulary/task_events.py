@@ -72,14 +72,18 @@ class TaskUpdated(Request, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> dict[str, float | int | bool]:
-        """The settings that change, by their names in the task file."""
+        """Return the settings that change, by their names in the task file."""
         names = ("weight", "priority", "preemptible", "min_workers", "max_workers")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def wish(self) -> str:
-        """See Request."""
-        changes = ", ".join(f"{name} {value!s}" for name, value in self.settings.items())
+        """Say what the person asks for."""
+        changes = ", ".join(f"{name} {_word(value)}" for name, value in self.settings.items())
         return f"task {self.task} is to have {changes}: {self.reason}"
+
+
+def _word(value: float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
 
 
 def _settings(iterations: int | None, lr: float | None) -> str:

@@ -29,6 +29,7 @@ from unicrond.events.vocabulary import (
     TaskCancelled,
     TaskReshaped,
     TaskSubmitted,
+    TaskUpdated,
 )
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope
@@ -206,6 +207,21 @@ async def test_ctl_submits_and_cancels_task(served: Served) -> None:
     await served.until(TaskCancelled, last)
     assert served.coordinator.state.tasks["third"].ending.reason == "done with it"
     assert "task: nobody is not active" in one_line(await ctl("cancel", "nobody", url=served.url), 1)
+
+
+async def test_ctl_sets_worth_and_bounds_of_running_task(served: Served) -> None:
+    name = next(iter(served.coordinator.state.tasks))
+    last = await served.log.last_seq()
+    done = await ctl("set", name, "--weight", "3", "--preemptible", "yes", "--reason", "test", url=served.url)
+    assert (done.code, done.err) == (0, ""), done
+    assert f"task {name} goes on with weight 3, preemptible yes, from sequence" in done.out
+    await served.until(TaskUpdated, last)
+    spec = served.coordinator.state.tasks[name].spec
+    assert spec.weight == 3 and spec.preemptible
+    both = await ctl("set", name, "--weight", "3", "--lr", "1e-4", url=served.url)
+    assert "--lr: waits for the end of an iteration" in one_line(both, 2)
+    assert "min_workers" in one_line(await ctl("set", name, "--min-workers", "99", url=served.url), 1)
+    assert "give --weight" in one_line(await ctl("set", name, url=served.url), 2)
 
 
 async def test_submit_warns_of_more_replicas_than_lanes(served: Served) -> None:

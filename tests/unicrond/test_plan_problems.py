@@ -14,7 +14,7 @@ from unicrond.core.decide import decide
 from unicrond.core.planning.situation import NextEvent, NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
-from unicrond.core.rules.estimates import REPORTS_MIN
+from unicrond.core.rules.estimates import CALM_US, REPORTS_MIN
 from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.rules.survey import Survey, worker_mtbf_us
 from unicrond.core.state.policy import Policy
@@ -141,6 +141,10 @@ def test_measured_times_correct_throughput_and_move_no_worker() -> None:
     cluster.run()
     assert len(told(cluster, v.ThroughputCorrected)) == 1, "3 % are not worth a word"
     steps(cluster, "big", 20, 2500)
+    cluster.run()
+    assert len(told(cluster, v.ThroughputCorrected)) == 1, "the last word is younger than ten minutes"
+    cluster.now_us += CALM_US
+    steps(cluster, "big", 1, 2500)
     cluster.run()
     assert told(cluster, v.ThroughputCorrected)[-1].flops == iteration_flop(task.spec) * 400
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import aiohttp
 import pytest
 
 from tests.unicrond.cluster import MiniCluster, members
+from tests.unicrond.serving import serving
+from tests.unicrond.test_page import with_tokens
 from unicrond.core.rules.requests import request_problem
 from unicrond.core.state.policy import Policy, Settings, settings_of
 from unicrond.core.tasks.quotas import over_quota
 from unicrond.display.queue import pending_reason
 from unicrond.events import vocabulary as v
+from unicrond.intake.tokens import Scope
 
 
 def cluster_of(nodes: int, policy: Policy | None = None) -> MiniCluster:
@@ -37,7 +43,7 @@ def test_planner_keeps_production_beside_debug_tasks() -> None:
     cluster.run()
     assert workers(cluster) == {"prod": 3, "dbg1": 0, "dbg2": 0}
     reason = pending_reason(cluster.state, cluster.state.tasks["dbg1"])
-    assert reason == "pending: needs 1 worker, 0 free; before it: prod"
+    assert reason == "pending: needs 1 worker, 0 free; runs with 1 more; before it: prod"
     assert cluster.state.plan.waf == cluster.state.plan.waf_if_healthy
 
 
@@ -62,7 +68,7 @@ def test_planner_prefers_higher_priority_to_worth() -> None:
     cluster.run()
     assert workers(cluster)["urgent"] == 1
     heavy = cluster.state.tasks["heavy"]
-    assert pending_reason(cluster.state, heavy).endswith("1 free; before it: urgent (priority 10)")
+    assert pending_reason(cluster.state, heavy).endswith("1 free; runs with 1 more; before it: urgent (priority 10)")
 
 
 def test_planner_gives_preemptible_task_the_rest() -> None:
@@ -86,7 +92,10 @@ def test_quota_makes_tasks_beyond_it_preemptible() -> None:
     cluster.run()
     assert workers(cluster) == {"a1": 1, "a2": 0, "b": 2}
     reason = pending_reason(cluster.state, cluster.state.tasks["a2"])
-    assert reason == "pending: needs 1 worker, 0 free; over the quota of alice (1 workers); before it: b, a1"
+    assert (
+        reason
+        == "pending: needs 1 worker, 0 free; over the quota of alice (1 worker); runs with 1 more; before it: b, a1"
+    )
 
 
 def test_quotas_stand_among_the_settings_of_the_log() -> None:
@@ -114,6 +123,23 @@ def test_update_moves_workers_of_a_running_task() -> None:
     assert workers(cluster)["first"] == 1
 
 
+async def test_api_refuses_priority_above_0_without_scope_operate(tmp_path: Path) -> None:
+    """Whoever may submit cannot go before other people's tasks by a number."""
+    for scopes, status in (((Scope.SUBMIT,), 403), ((Scope.SUBMIT, Scope.OPERATE), 201)):
+        token, config = with_tokens(tmp_path, *scopes)
+        headers = {"Authorization": f"Bearer {token}"}
+        async with serving(tmp_path, config=config) as served, aiohttp.ClientSession(headers=headers) as session:
+            for priority, expected in ((0, 201), (-5, 201), (5, status)):
+                task = {"name": f"t{priority + 10}", "priority": priority}
+                async with session.post(f"{served.url}/v1/tasks", json=task) as answer:
+                    assert answer.status == expected, await answer.text()
+            update = {"priority": 5}
+            async with session.post(f"{served.url}/v1/tasks/t10/update", json=update) as answer:
+                body = await answer.json()
+                assert answer.status == (403 if status == 403 else 202), body
+                assert status != 403 or "priority: 5 goes before other people's tasks" in body["error"]
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -135,4 +161,4 @@ def test_update_is_refused_with_the_field(settings: dict[str, int], problem: str
 
 def test_update_says_what_changes() -> None:
     request = v.TaskUpdated(task="big", weight=2.5, preemptible=True, reason="nightly", requester="alice")
-    assert request.sentence() == ("task big is to have weight 2.5, preemptible True: nightly (asked by alice)")
+    assert request.sentence() == ("task big is to have weight 2.5, preemptible yes: nightly (asked by alice)")

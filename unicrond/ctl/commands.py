@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unicrond.core.state.state import ClusterState, TaskStatus
-from unicrond.core.state.work import achieved_waf
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
-from unicrond.ctl.lists import incident_rows, node_rows, task_rows, worker_rows
+from unicrond.ctl.incidents import incidents
+from unicrond.ctl.lists import node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
+from unicrond.ctl.stories import story
 from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
     incidents_table,
+    links_table,
     node_status,
     nodes_table,
-    planned_waf,
-    si,
     stragglers,
     stragglers_table,
     tasks_table,
@@ -36,9 +36,11 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import diagnose_nodes
-from unicrond.display.tables import Table, clean, show, visible
+from unicrond.display.tables import Table, show, visible
+from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs, si, waf_in
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host import optional_dependencies as extras
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.vocabulary.shape import Shape
 
 if TYPE_CHECKING:
@@ -59,15 +61,16 @@ def status(options: argparse.Namespace) -> None:
         print_json({"health": health, **snapshot.body})
         return
     workers = sum(assignment.workers for assignment in state.plan.assignments.values())
-    planned = planned_waf(state, state.plan.waf, state.plan.workers)
-    achieved = si(sum(achieved_waf(task, state.now_us) for task in _active(state)), "FLOP/s")
+    planned, healthy = waf_in(state, sum(planned_wafs(state).values())), waf_in(state, healthy_waf(state))
+    achieved = waf_in(state, sum(achieved_now(state, task) for task in _active(state)))
     lines = {
         "coordinator": f"{health['status']}, term {state.term}, sequence {state.seq}, at {client_of(options).url}",
         **_heads(health),
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         **{f"ALARM {number}": str(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
         **{f"weaker {number}": str(line) for number, line in enumerate(health.get("weaker") or (), start=1)},
-        "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
+        "plan": f"epoch {state.plan.epoch}, {workers} workers, "
+        f"WAF {achieved} achieved, {planned} planned, {healthy} in health",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
         "costs": costs_line(snapshot.body.get("costs")),
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
@@ -86,6 +89,9 @@ def status(options: argparse.Namespace) -> None:
     if stragglers(state):
         print()
         show(stragglers_table(state))
+    if any(link.is_poor for link in state.links.values()):
+        print()
+        show(links_table(state))
 
 
 def _heads(health: dict[str, Any]) -> dict[str, str]:
@@ -108,7 +114,7 @@ def costs_line(costs: dict[str, float] | None) -> str:
         return "no plan yet"
     free = costs["failure_free_flop"]
     parts = [("delivered", "delivered"), ("detection", "detection"), ("transition", "transition")]
-    parts.append(("sub_health", "sub-health"))
+    parts += [("repeated", "repeated"), ("sub_health", "sub-health")]
     shares = ", ".join(f"{100 * costs[f'{name}_flop'] / free:.1f} % {text}" for name, text in parts)
     return f"{shares} of {si(free, 'FLOP')}"
 
@@ -129,13 +135,6 @@ def tasks(options: argparse.Namespace) -> None:
     """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
     show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state))
-
-
-def incidents(options: argparse.Namespace) -> None:
-    """Show the incidents, open and closed."""
-    snapshot = snapshot_of(options)
-    table = incidents_table(snapshot.state, now_us(options, snapshot.state))
-    show_or_json(options, incident_rows(snapshot), table)
 
 
 def workers(options: argparse.Namespace) -> None:
@@ -309,17 +308,32 @@ def reshape(options: argparse.Namespace) -> None:
 
 
 def set_task(options: argparse.Namespace) -> None:
-    """Set another end for a task, or another learning rate."""
-    fields = ("iterations", "lr", "reason")
-    order = {name: value for name in fields if (value := getattr(options, name)) is not None}
-    if not order.keys() & {"iterations", "lr"}:
-        raise UsageError("give --iterations, --lr, or both")
-    answer = client_of(options).reshape(options.task, order)
+    """Change settings of a running task: its worth and bounds, or how far and how fast it learns."""
+    worth, learning = _given(options, *_WORTH), _given(options, "iterations", "lr")
+    if not worth and not learning:
+        raise UsageError(f"give {', '.join(f'--{name}' for name in (*_WORTH, 'iterations'))} or --lr".replace("_", "-"))
+    if worth and learning:
+        first = min(learning)
+        raise UsageError(f"--{first}: waits for the end of an iteration, the others do not; give it in its own command")
+    if "preemptible" in worth:
+        worth["preemptible"] = worth["preemptible"] == "yes"
+    changes, ask = (worth, client_of(options).update) if worth else (learning, client_of(options).reshape)
+    answer = ask(options.task, {**changes, **_given(options, "reason")})
     _warn(answer)
-    changes = [f"{name} {answer[name]:g}" for name in ("iterations", "lr") if answer.get(name) is not None]
-    _say(
-        options, answer, f"task {options.task} goes on with {', '.join(changes)}, from sequence {answer.get('seq')} on"
-    )
+    text = ", ".join(f"{name} {_word(value)}" for name, value in changes.items())
+    _say(options, answer, f"task {options.task} goes on with {text}, from sequence {answer.get('seq')} on")
+
+
+#: Settings that a plan weighs, as the API names them.
+_WORTH = ("weight", "priority", "preemptible", "min_workers", "max_workers")
+
+
+def _word(value: float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def inject(options: argparse.Namespace) -> None:
@@ -369,5 +383,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "slurm-sync": slurm_sync,
     "nats-context": nats_context,
     **dict.fromkeys(history.COMMANDS, history.run),
+    "story": story,
     "goodput": goodput,
 }

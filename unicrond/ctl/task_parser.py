@@ -41,8 +41,8 @@ def add_tasks_control(commands: Commands) -> None:
         *(shared(flag, "(default: unchanged)") for flag in ("--tp", "--pp", "--micro-batch")),
         option("--vpp", "N", "set the chunks of the model in each pipeline stage (unchanged, or fewer)", type=whole(1)),
         option("--ep", "N", "set over how many of tp's workers the experts are (unchanged, or fewer)", type=whole(1)),
-        option("--min-workers", "N", "set the fewest workers (the present ones, in whole replicas)", type=whole(1)),
-        option("--max-workers", "N", "set the most workers (the present ones, in whole replicas)", type=whole(1)),
+        shared("--min-workers", "(default: unchanged, in whole replicas)"),
+        shared("--max-workers", "(default: unchanged, in whole replicas)"),
         REASON,
     )
     add_to(
@@ -61,9 +61,19 @@ def add_tasks_control(commands: Commands) -> None:
     add_to(
         commands,
         "set",
-        "train on with another learning rate, or to another iteration (docs/use/reshape.md)",
-        ("set big --iterations 2000", "set big --lr 1e-4 --reason 'it spikes'"),
+        "change what a running task is worth, how many workers it may have, how far and how fast it learns",
+        (
+            "set big --priority 10 --reason 'deadline on Friday'",
+            "set debug --weight 0.01 --preemptible yes",
+            "set big --min-workers 2 --max-workers 6",
+            "set big --iterations 2000 --lr 1e-4",
+        ),
         TASK,
+        option("--weight", "N", "set what its FLOP/s count for beside other tasks'", type=number(0, 1e6, "the weight")),
+        option("--priority", "N", "set whose min_workers are met first: the higher (above 0: scope operate)", type=int),
+        option("--preemptible", "YES|NO", "let it run on what other tasks leave", choices=("yes", "no")),
+        shared("--min-workers"),
+        shared("--max-workers"),
         shared("--iterations"),
         option("--lr", "RATE", "set the highest learning rate of its schedule", type=number(0, 1e6, "the rate")),
         REASON,

@@ -11,20 +11,18 @@ from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, Task
 from unicrond.core.state.state_bytes import to_json
-from unicrond.core.state.work import achieved_waf
 from unicrond.display.cluster_tables import (
     incidents_table,
     loss,
     milliseconds,
     node_status,
-    planned_waf,
-    si,
     task_workers,
     windows_of,
     workers_table,
 )
 from unicrond.display.event_lines import EventLine
 from unicrond.display.tables import Table
+from unicrond.display.worth import achieved_now, planned_wafs, si, waf_in
 
 Facts: TypeAlias = dict[str, str]
 #: Incidents of a task or node that are shown; the log has them all.
@@ -81,7 +79,7 @@ def _task(state: ClusterState, name: str) -> list[Section]:
         "plan": _share(state, task) if share else "no slot",
         "iteration": f"{progress.iteration} of {spec.iterations}, loss {loss(progress.loss)}"
         + (f", {milliseconds(task.pace.iteration_us)} ms each" if task.pace.iteration_us else ""),
-        "achieved": si(achieved_waf(task, state.now_us), "FLOP/s, weighted"),
+        "achieved": waf_in(state, achieved_now(state, task)),
         "generation": f"{task.generation}, {'met' if task.confirmed else 'forming'}" if task.generation else "none yet",
         "program": " ".join((spec.entry, *spec.args)),
         "data": spec.data or "-",
@@ -108,7 +106,7 @@ def _task(state: ClusterState, name: str) -> list[Section]:
 
 def _share(state: ClusterState, task: Task) -> str:
     share = state.plan.assignments[task.name]
-    worth = planned_waf(state, share.waf, {task.name: share.workers})
+    worth = waf_in(state, planned_wafs(state)[task.name])
     return f"{share.workers} workers in {len(share.replicas)} replicas, worth {worth} (epoch {state.plan.epoch})"
 
 

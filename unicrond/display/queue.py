@@ -5,38 +5,47 @@ from __future__ import annotations
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.tasks.quotas import over_quota, quota_of
 from unicrond.core.tasks.reconcile import schedulable
+from unicrond.events.vocabulary.phrases import count
 
 #: The most tasks that a reason names.
 _NAMES_MAX = 3
 
 
 def pending_reason(state: ClusterState, task: Task) -> str:
-    """Return why the plan gives the task no workers, like "pending: needs 3 workers, 1 free; before it: prod"; "" where
+    """Return why the plan gives the task no workers, like "pending: needs 3 workers, 1 free; runs with 2 more;
+    before it: prod"; "" where
     it has some, or has ended."""
     if task.status is not TaskStatus.ACTIVE or state.plan.workers.get(task.name):
         return ""
     slots, _ = schedulable(state.nodes)
     free = sum(slots.values()) - sum(state.plan.workers.values())
-    needs = f"pending: needs {task.spec.min_workers} worker{'s' * (task.spec.min_workers != 1)}, {max(0, free)} free"
+    needs = f"pending: needs {count(task.spec.min_workers, 'worker')}, {max(0, free)} free"
     if task.name not in state.plan.assignments:
         return f"{needs}; waits for the next plan"
     parts = [needs]
     if task.name in over_quota(state):
-        parts.append(f"over the quota of {task.owner or 'its owner'} ({quota_of(state, task)} workers)")
+        parts.append(f"over the quota of {task.owner or 'its owner'} ({count(quota_of(state, task) or 0, 'worker')})")
     if task.spec.tp > max(slots.values(), default=0):
         parts.append(f"no node has room for tp {task.spec.tp}")
+    elif task.spec.min_workers > free:
+        parts.append(f"runs with {task.spec.min_workers - max(0, free)} more")
     if ahead := _ahead(state, task):
-        names = [f"{other.name}{_rank(state, other)}" for other in ahead[:_NAMES_MAX]]
+        names = [f"{rival.name}{_rank(state, rival)}" for rival in ahead[:_NAMES_MAX]]
         more = f" and {len(ahead) - _NAMES_MAX} more" if len(ahead) > _NAMES_MAX else ""
         parts.append(f"before it: {', '.join(names)}{more}")
     return "; ".join(parts)
 
 
+def pending_tasks(state: ClusterState) -> list[str]:
+    """Return a line for each active task without workers: its name and why."""
+    return [f"{task.name} {reason}" for task in state.tasks.values() if (reason := pending_reason(state, task))]
+
+
 def _ahead(state: ClusterState, task: Task) -> list[Task]:
     """Return the tasks that have workers, those first that have most."""
     shares = state.plan.workers
-    running = [other for other in state.active if shares.get(other.name)]
-    return sorted(running, key=lambda other: (-shares[other.name], other.name))
+    running = [rival for rival in state.active if shares.get(rival.name)]
+    return sorted(running, key=lambda rival: (-shares[rival.name], rival.name))
 
 
 def _rank(state: ClusterState, task: Task) -> str:

@@ -9,6 +9,7 @@
 | `trouble` | the log takes nothing, deciding has stopped, or an alarm stands (the lines of `unicronctl status`) |
 | `takeover` | a coordinator has taken over from another |
 | `no_spare` | the last free slot is in use, while the plan lacks workers that a healthy cluster would have |
+| `link` | nothing passes between two nodes, or it takes long, by both nodes' word |
 | `refused` | an isolated node has failed its health check or its repair |
 
 Rules
@@ -27,13 +28,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
+from unicrond.core.faults import links
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
 
 Rule: TypeAlias = Literal[
-    "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "refused"
+    "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "link", "refused"
 ]
 Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
 
@@ -54,7 +56,7 @@ def step_notices(step: LogStep) -> list[Notice]:
     """Return the notices that a step gives rise to."""
     before, _, after = step
     event = step.event
-    notices = [*_incident_notices(before, after)]
+    notices = [*_incident_notices(before, after), *_link_notices(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
             commands = "unicronctl tasks", f"unicron-replay story task {event.task} --nats URL"
@@ -121,6 +123,27 @@ def story(incident: Incident) -> str:
             f" s, {incident.micro_batches_repeated} micro-batches repeated"
         )
     return "\n".join(lines)
+
+
+def _link_notices(before: ClusterState, after: ClusterState) -> list[Notice]:
+    if before.links is after.links:
+        return []
+    notices = []
+    for key, link in after.links.items():
+        old = before.links.get(key)
+        if link.is_poor and not (old is not None and old.is_poor):
+            title, commands = links.pair_text(after, link.ends), ("unicronctl doctor", "unicronctl plan show")
+            notices.append(Notice(f"link:{key}", "link", "error", title, _tasks_on(after, link.ends), commands))
+        elif old is not None and old.is_poor and not link.is_poor:
+            title = f"the link between {link.first} and {link.second} is good again"
+            notices.append(Notice(f"link:{key}", "link", "info", title, is_over=True))
+    return notices
+
+
+def _tasks_on(state: ClusterState, nodes: tuple[str, ...]) -> str:
+    """Return the tasks that have workers on all these nodes, in words."""
+    on_all = [task.name for task in state.active if all(state.by_node.of_task(node, task.name) for node in nodes)]
+    return f"tasks on both: {', '.join(on_all) or 'none'}"
 
 
 def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from unicrond.core.deciding import links
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes.gpu_types import on_type
 from unicrond.core.planning.placement import place_apart
@@ -52,10 +53,11 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
         task.name: [] if layout else present_replicas(survey, task)
         for task, layout in zip(active, solution.layouts, strict=True)
     }
-    types = survey.gpus, dict(zip(counts, solution.gpus, strict=True))
-    placed = place_apart(counts, shapes, survey.capacity, current, types)
+    current = {name: links.together(survey, state.tasks[name], replicas) for name, replicas in current.items()}
+    types, apart = (survey.gpus, dict(zip(counts, solution.gpus, strict=True))), survey.barred_pairs
+    placed = place_apart(counts, shapes, survey.capacity, current, types, apart)
     if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
-        relocated = place_apart(counts, shapes, survey.capacity, {}, types)
+        relocated = place_apart(counts, shapes, survey.capacity, {}, types, apart)
         placed = placed if relocated.short else relocated  # there is room, if more than a few move
     assignments = []
     for task in active:
@@ -116,8 +118,10 @@ def _trigger(state: ClusterState) -> str:
         if n.name in planned and not n.schedulable
     ]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
+    changes += links.changes_since(state, state.plan.adopted_us)
     changes += [f"task {t.name} has other settings" for t in state.active if t.updated_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
+    changes += [f"task {name} is measured anew" for name in (state.plan.revised_for,) if name]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordon.active and n.schedulable]
     changes += [change for t in state.active if (change := turns.changed_since(state, t, state.plan.adopted_us))]
     active = [task.name for task in state.active]

@@ -7,7 +7,7 @@ The ladder, for one incident of a task; each step is a decision with its reason:
         `strikes_max` times -> SEV1
   SEV1  the node is isolated (`isolations`), all tasks get a new plan
   `stuck_max` blows without a new iteration, or two nodes struck and no step: it is the task that fails
-  (`failure_reason`), and the nodes are readmitted (`failed_task`).
+  (`failure_reason`), and the nodes are readmitted (`failed_tasks`).
 
 Rules (how bad an error is: faults/severity.py; whose fault a broken connection is: faults/blame.py)
 -----
@@ -18,6 +18,8 @@ Rules (how bad an error is: faults/severity.py; whose fault a broken connection 
 * Where a node is isolated, workers that only reported a broken connection leave it by the plan, with their state,
   once a newer group has replaced the broken one.
 * The last node that a task could run on is not isolated for failures that may as well be the task's fault.
+* Where probes say that nothing passes between two of the members, nobody is given up for broken connections: the task
+  goes on without one end (faults/links.py).
 * A task that makes progress is not failed, whichever workers end.
 
 What does not live here: the decisions that carry a response out (memberships.py, worker_placement.py, plans.py,
@@ -30,7 +32,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.faults import blame
+from unicrond.core.faults import blame, links
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.ordered_map import in_order
@@ -119,6 +121,8 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         if broke and incident.generations.get(task.name) not in task.in_use:
             return  # it only reported a break that a newer group has replaced; the plan moves it off an isolated node
         yield Eviction(worker, incident.severity, f"it reported {incident.kind} and still runs")
+    elif links.explain(state, task):
+        return  # what the links' probes say is better evidence than who reported what
     elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
         again = f"the group broke again after reattempts in place: {_times(task.group.reattempts)}"
         suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]
@@ -261,13 +265,14 @@ def failure_reason(state: ClusterState, task: Task, policy: Policy) -> str:
     return f"{cause}{tail}"
 
 
-def failed_task(state: ClusterState, node: Node) -> str:
-    """Return the task that was at fault since it failed on other nodes too; "" where the node itself is blamed."""
+def failed_tasks(state: ClusterState, node: Node) -> list[str]:
+    """Return the tasks that were at fault since they failed on other nodes too; none where the node itself is
+    blamed."""
     if node.isolation.probation is not None and node.isolation.probation.cause == "hardware":
-        return ""
+        return []
     strikers = [task for task in state.tasks.values() if task.troubles.names(node.name)]
     failed = strikers and all(task.status is TaskStatus.FAILED for task in strikers)
-    return strikers[0].name if failed else ""
+    return [task.name for task in strikers] if failed else []
 
 
 # --- parts --------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ def _add_starting_worker(state: ClusterState, event: v.StartWorker) -> ClusterSt
         status=status_after(None, v.StartWorker),
         command_id=event.command_id,
     )
+    if not any(other.can_train for other in task.workers.values()):  # it starts, or starts again, from nothing
+        task = replace(task, pace=replace(task.pace, starting_since_us=state.now_us))
     return with_task(state, with_worker(task, worker))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.core.folding import commands, incidents, injections
+from unicrond.core.folding import commands, incidents, injections, links
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -47,6 +47,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         memory=event.memory,
         users=event.users,
         gpu=event.gpu,
+        probe_port=event.probe_port,
     )
     if old is not None:
         node = replace(
@@ -308,7 +309,7 @@ def _without(state: ClusterState, name: str) -> ClusterState:
         troubles = strikes.acquit(task.troubles, {name}, calm=True)
         if workers or troubles != task.troubles:
             state = with_task(state, replace(without_workers(task, list(workers)), troubles=troubles))
-    return replace(state, nodes=without(state.nodes, [name]))
+    return links.forget_links(replace(state, nodes=without(state.nodes, [name])), name)
 
 
 def node_enrolled(state: ClusterState, event: v.NodeEnrolled, _: Envelope) -> ClusterState:

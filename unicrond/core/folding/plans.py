@@ -10,9 +10,11 @@ from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding.suspicions import keep_members
 from unicrond.core.nodes import gpu_types
 from unicrond.core.state.changes import with_task
+from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.state import ClusterState, Membership, Plan, Task, TaskStatus
 from unicrond.core.tasks import starvation as turns
 from unicrond.core.tasks.reshaping import reshape_of_plan
+from unicrond.core.worth import evidence
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import (
     PartialMembership,
@@ -122,9 +124,12 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         suspicions={},
         lead_confirmed=False,
         last_membership=task.membership if task.group.lead_confirmed else task.group.last_membership,
+        # Answers of probes say as much of the next group.
+        probing=LinkProbing(orders=task.group.probing.orders, ordered_us=task.group.probing.ordered_us),
     )
+    task = replace(task, pace=evidence.dated(task, state.now_us))
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
-    pace = replace(task.pace, timings=(), warm_up_reports=0)
+    pace = replace(evidence.put_in_force(task.pace, state.now_us), timings=(), warm_up_reports=0)
     state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
     return commands.with_peers(state, event.task, event.peers)
 
@@ -143,12 +148,16 @@ def _count_evidence(state: ClusterState, task: Task) -> Task:
 
 
 def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: Envelope) -> ClusterState:
-    """Record the FLOP/s that an active task was measured to achieve with so many workers."""
+    """Record the FLOP/s that an active task was measured to achieve with so many workers, and on which nodes; or that
+    what had been measured counts less by now."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    throughputs = task.pace.measurements | {str(event.workers): event.flops}
-    return with_task(state, replace(task, pace=replace(task.pace, measurements=throughputs)))
+    pace = evidence.corrected(task, event, state.now_us)
+    if event.asks_for_plan:
+        pace = replace(pace, revised_us=state.now_us)
+        state = replace(state, plan=replace(state.plan, basis="", revised_for=task.name))
+    return with_task(state, replace(task, pace=pace))
 
 
 def failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:

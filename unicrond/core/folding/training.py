@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import incidents
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import (
@@ -32,6 +33,8 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     newest = event.generation == generation
     formed_after = min(group.formed_after, event.first - 1) if newest else group.formed_after  # after a rollback
     calm = newest and event.last - formed_after >= CALM_ITERATIONS
+    if event.first <= task.progress.iteration:
+        state, task = incidents.fall_back(state, task, event.first, event.generation)
     task = replace(
         task,
         progress=_progress(task.progress, event, state.now_us),
@@ -50,7 +53,10 @@ def _progress(progress: TaskProgress, event: v.StepCommitted, now_us: int) -> Ta
         committed_generation=event.generation,
         loss=event.loss,
         last_commit_us=now_us,
+        trained_us=progress.trained_us + event.duration_us,
     )
+    if progress.repeats_until and event.last >= progress.repeats_until:
+        progress = replace(progress, repeats_until=0)
     if progress.first_loss is None:
         progress = replace(progress, first_loss=event.loss)
     return progress if progress.first_commit_us else replace(progress, first_commit_us=now_us)

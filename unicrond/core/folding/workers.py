@@ -67,8 +67,11 @@ def worker_regrouped(state: ClusterState, event: v.WorkerJoinedGroup, _: Envelop
         task = _mark_met(task)
     if task.group.last_membership and (task.group.lead_confirmed or task.confirmed):
         task = _forget_previous_group(task, task.group.last_membership)
-    if task.spec.layouts and task.confirmed and not pair[0].confirmed:
-        task = _measure_pause(task, state.now_us)
+    if task.confirmed and not pair[0].confirmed:
+        task = _measure_start(task, state.now_us)
+        task = _measure_pause(task, state.now_us) if task.spec.layouts else task
+    if event.generation == task.generation and event.iteration <= task.progress.iteration:
+        state, task = incidents.fall_back(state, task, event.iteration, event.generation, event.source)
     state = with_task(state, task)
     for incident in state.incidents.values():
         broken = incident.generations.get(task.name)
@@ -110,6 +113,15 @@ def _without_survivors(incident: Incident, task: Task, event: v.WorkerJoinedGrou
 def _computed_by_others(incident: Incident, task: Task) -> dict[str, tuple[int, int]]:
     """Return the work that ended with workers of other tasks: this one has done its own again, or discarded it."""
     return {key: value for key, value in incident.micro_batches_finished.items() if key.rpartition("/")[0] != task.name}
+
+
+def _measure_start(task: Task, now_us: int) -> Task:
+    """Measure how long the task's last start from nothing took, once its first group stands: that is what it loses when
+    it is stopped and comes back."""
+    since_us = task.pace.starting_since_us
+    if not since_us:
+        return task
+    return replace(task, pace=replace(task.pace, start_us=max(1, now_us - since_us), starting_since_us=0))
 
 
 def _measure_pause(task: Task, now_us: int) -> Task:

@@ -61,7 +61,8 @@ def on_type(task: Task, gpu: str) -> Task:
         on_gpus[pace.gpu] = by_layout
     tables = pace.on_gpus.get(gpu, {})
     flops, elsewhere = tables.get(layout, {}), {key: table for key, table in tables.items() if key != layout}
-    return replace(task, pace=replace(pace, gpu=gpu, measurements=flops, other_layouts=elsewhere, on_gpus=on_gpus))
+    pace = replace(pace, gpu=gpu, measurements=flops, other_layouts=elsewhere, on_gpus=on_gpus, circumstances={})
+    return replace(task, pace=pace)
 
 
 def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:

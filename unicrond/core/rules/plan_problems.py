@@ -11,6 +11,8 @@ Rules
 * What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
   `basis` does not hold it, so that learning by itself never moves a worker.
 * With several types of GPU each is a pool, also while no node of it may carry workers.
+* While nodes cannot talk to each other (faults/links.py) no task gets more workers than stand on nodes of which all
+  can; and no table is made, since such a plan holds only until the link is back.
 * A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others. Nor does one
   whose `gpus` say that it achieves nothing on the types that there are.
 """
@@ -21,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypedDict
 
+from unicrond.core.faults.links import ends_to_leave
 from unicrond.core.planning.feasibility import Seats, seats_matter, seats_of
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
@@ -52,7 +55,7 @@ def problem_of(survey: Survey) -> Problem:
 def situation_of(survey: Survey) -> Situation | None:
     """Return what stands before the next event; None while the last one has not been planned for."""
     state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
-    if not survey.fresh or any(_is_faulty(survey, task) for task in tasks):
+    if not survey.fresh or survey.barred_pairs or any(_is_faulty(survey, task) for task in tasks):
         return None
     on_node: dict[str, set[str]] = {name: set() for name in capacity}
     for task in tasks:
@@ -156,6 +159,9 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     alternatives = _alternatives(survey, task, shape, gpu) if chooses or survey.types else ()
     curve = curves.get(shape) or curves[task.spec.shape]
     fits = shape.tp <= survey.largest and not _kept_off(task, curve)
+    if survey.barred_pairs and not at_rest:
+        most = min(most, _room_of_one(survey))
+        fits = fits and most >= task.spec.min_workers
     problem = TaskProblem(
         name=task.name,
         weight=task.spec.weight,
@@ -170,7 +176,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         throughput=curve,
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
         alternatives=alternatives,
-        prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
+        prices=Prices() if at_rest else _prices(survey, task, chooses=chooses or bool(survey.types)),
         turn=0 if at_rest else survey.turns.get(task.name, 0),
         gpu=gpu if survey.types else "",
         priority=task.spec.priority,
@@ -198,6 +204,13 @@ def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple
     return tuple(alternatives)
 
 
+def _room_of_one(survey: Survey) -> int:
+    """Return the most workers that one task can have: of nodes that cannot talk to each other, only one end counts."""
+    pairs = [pair for pair in survey.barred_pairs if all(end in survey.capacity for end in pair)]
+    ends = ends_to_leave(pairs, {end: (survey.capacity[end],) for pair in pairs for end in pair})
+    return sum(survey.capacity.values()) - sum(survey.capacity[end] for end in ends)
+
+
 def _kept_off(task: Task, curve: Curve) -> bool:
     """Return whether the task's file names types of GPU and gives 0 FLOP/s to this choice: then it gets no workers
     there, not even to meet a floor."""
@@ -210,10 +223,14 @@ def _chooses(survey: Survey, task: Task) -> bool:
     return bool(task.spec.layouts) and not by_person
 
 
-def _prices(survey: Survey, task: Task) -> Prices:
+def _prices(survey: Survey, task: Task, *, chooses: bool) -> Prices:
     """Return what changes cost the task, as far as it was measured; otherwise a reshape costs RESHAPE_TRANSITIONS
-    transitions."""
+    transitions. Stopping it costs what its own last start took. `chooses`: it may get another layout or type."""
+    if not chooses:
+        return Prices(restart_us=task.pace.start_us or None)
     transition_us = task.pace.transition_us or int(survey.policy.transition_s * _SECOND_US)
     return Prices(
-        move_us=task.pace.move_us or None, reshape_us=task.pace.reshape_us or RESHAPE_TRANSITIONS * transition_us
+        move_us=task.pace.move_us or None,
+        reshape_us=task.pace.reshape_us or RESHAPE_TRANSITIONS * transition_us,
+        restart_us=task.pace.start_us or None,
     )

@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from unicrond.core.state.hang_tally import Lateness
+from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
@@ -71,7 +72,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A host; its subjects stand in node_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
     `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: all run
-    as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py).
+    as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py). `probe_port`: where
+    its agent answers probes of links; 0: nowhere.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: MemoryService | None = always(None)
     users: tuple[str, ...] = ()
     gpu: str = ""
+    probe_port: int = 0
     cordon: Cordon = Cordon()
     isolation: Isolation = Isolation()
     health: NodeHealth = NodeHealth()
@@ -288,7 +291,10 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Each task's share (see unicrond.events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
+    """Each task's share (see unicrond.events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster.
+
+    `revised_for`: the task whose measured throughput asks for the next plan, "" = none does.
+    """
 
     epoch: int = always(0)
     assignments: dict[str, TaskAssignment] = always({})
@@ -304,6 +310,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     duration_us: int = always(0)
     rows_reused: int = always(0)
     healthy_gpus: dict[str, str] = {}
+    revised_for: str = ""
 
     @property
     def workers(self) -> dict[str, int]:
@@ -354,7 +361,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
     `log_adopted_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
-    without end.
+    without end. `links`: those that are bad, or were of late (faults/links.py).
     """
 
     seq: int = always(0)
@@ -383,6 +390,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     windows: dict[str, Window] = {}
     quotas: Mapping[str, int] = {}
     starvation_us: int = 0
+    links: dict[str, NodeLink] = {}
     by_node_cache: ByNode | None = None
 
     @property

@@ -84,6 +84,17 @@ TASK_FIELDS: tuple[str, ...] = (
     "turn.turn_over_us",
     "pace.gpu",
     "pace.on_gpus",
+    "progress.trained_us",
+    "progress.iterations_repeated",
+    "progress.repeats_until",
+    "progress.repeats_for",
+    "pace.circumstances",
+    "pace.revised_us",
+    "pace.start_us",
+    "pace.starting_since_us",
+    "group.probing",
+    "owner",
+    "updated_us",
 )
 
 #: Where each field of a flat node stands in a Node.
@@ -124,6 +135,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "departure.removal",
     "departure.leave_ordered",
     "gpu",
+    "probe_port",
 )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.workers import Membership
 from unicrond.events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
 from unicrond.events.vocabulary.field_defaults import always
@@ -70,7 +71,9 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
 
     `committed_generation`: the generation that committed it. `save_failures`: why the last checkpoint was not written,
-    by whose it was (unicrond.events.vocabulary.SaveFailed).
+    by whose it was (unicrond.events.vocabulary.SaveFailed). `trained_us`: how long all iterations took, by their own
+    clock. `iterations_repeated`: committed ones that were trained again. `repeats_until`: up to this one the present
+    group trains again what was committed before; 0: it does not. `repeats_for`: the kind of incident of the last time.
     """
 
     iteration: int = always(0)
@@ -82,6 +85,23 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     last_commit_us: int = always(0)
     checkpoint_iteration: int = always(0)
     save_failures: dict[str, str] = {}
+    trained_us: int = 0
+    iterations_repeated: int = 0
+    repeats_until: int = 0
+    repeats_for: str = ""
+
+
+class Circumstances(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What stood when T was last measured at a number of workers: `flops` then, on which `nodes` (sorted), and until
+    when the task ran so, `measured_us` (log time). `has_faded`: the belief has moved since, by age or because its cause
+    is gone. `trials`: how often the same was measured again after that (worth/evidence.py).
+    """
+
+    flops: int
+    nodes: tuple[str, ...]
+    measured_us: int
+    has_faded: bool = False
+    trials: int = 0
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,7 +110,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     that were measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none
     yet. `other_layouts`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and
     D_move, likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none
-    reported; `on_gpus`: what was measured on other types, by layout (gpu_types.py).
+    reported; `on_gpus`: what was measured on other types, by layout (gpu_types.py). `circumstances`: of the
+    measurements in the present layout on the present type, by workers. `revised_us`: when a measurement of the task
+    last asked for a plan. `start_us`: D_restart, what its last start took from the first command to the first group;
+    `starting_since_us`: since when it starts, 0 = it does not.
     """
 
     iteration_us: int = always(0)
@@ -103,6 +126,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     move_us: int = 0
     gpu: str = ""
     on_gpus: dict[str, dict[str, dict[str, int]]] = {}
+    circumstances: dict[str, Circumstances] = {}
+    revised_us: int = 0
+    start_us: int = 0
+    starting_since_us: int = 0
 
 
 class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,7 +143,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     members that are slower than the other replicas, by worker. `membership_parts`: parts of the next membership, as far
     as they have come (events/vocabulary/placements.py). `lead_confirmed`: the newest group's lead has said for all that
     they are in it (MembershipDecided.leader_confirms). `last_membership`: the last membership of which a lead had said
-    so, until the newest group has met.
+    so, until the newest group has met. `probing`: probes of the links between its members (faults/links.py).
     """
 
     formed_after: int = always(0)
@@ -129,6 +156,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     membership_parts: PartialMembership | None = None
     lead_confirmed: bool = False
     last_membership: Membership | None = None
+    probing: LinkProbing = LinkProbing()
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

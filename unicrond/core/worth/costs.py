@@ -1,20 +1,26 @@
 """Costs: every microsecond of the failure-free cluster's work is either delivered or lost to something.
 
-    failure-free = delivered + lost to detection + lost to transition + lost to sub-health      (exactly)
+    failure-free = delivered + lost to detection, transition, repetition, sub-health    (exactly, and none negative)
 
 Rules
 -----
 * *Failure-free* runs at the healthy WAF: what the last plan would give the active tasks, were every node that
-  ever joined and has not left on purpose in health (`PlanAdopted.healthy`).
+  ever joined and has not left on purpose in health (`PlanAdopted.healthy`): what should run counts, though it waits.
+  Tasks that still run on what a newer plan takes from them can achieve more than that: then it runs at what they do.
 * *Delivered*: F(t, members) while the task's group stands. A planned change does not break the group before it:
   that one trains on up to the iteration at which all switch.
+* *Repeated*: F while the group trains iterations that had been committed before, whatever made it fall back, from the
+  first that it joins at to the newest ever committed. The time is that of the repetition: what was delivered stays.
 * *Transition*: from when an incident opens until the task's next group stands, what the task achieved before.
 * *Detection*: the time before the incident opened, back to when the fault occurred by the observer's clock, is
-  taken out of what had been counted as delivered; never from before the present group stood.
-* *Sub-health*: all the rest: fewer workers than a healthy cluster would give, starting, waiting. It can shrink
-  for a moment, while tasks still run on what a newer plan takes from them.
+  taken out of what had been counted as delivered or repeated; never from before the present group stood.
+* *Sub-health*: all the rest: fewer workers than a healthy cluster would give, starting, waiting. It is never negative:
+  what one task still has, of what a newer plan gives to another, the other does not lack.
 * Two incidents that keep one task from training charge its loss once: to the first. An incident that takes over
   others takes their charges over.
+* *Failures of hardware* are counted, not those of programs, and the newer weigh more: at each day's end (log time) the
+  count and the time that workers have run both shrink, such that they weigh half after a week. A program that fails all
+  day tells nothing of how long a plan will stand, and a bad week is not held against the cluster for ever.
 * Rates change by events alone, and only then is anything added up: `with_costs` is a pass of its own after each
   entry's fold, looks at the states before and after it, and alone writes the ledger; `costs_at` adds what has come
   since. The ledger stands in the state, since decisions read it: the summary of an incident, the rate of failures.
@@ -27,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from decimal import Decimal
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from msgspec.structs import replace
 
@@ -39,10 +45,16 @@ from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
 
 _SECOND_US = 1_000_000
+_DAY_US = 86_400 * _SECOND_US
+#: What a day leaves of the weight of the past, in millionths: half after a week. What is older than _DAYS_MAX has none.
+MILLION = 1_000_000
+_DAY_WEIGHT = 905_724
+_DAYS_MAX = 400
+#: Errors that a program makes.
+_PROGRAM_KINDS = frozenset(("exception", "nan_loss", "data_error", "left_early", "out_of_memory"))
 #: Events that change no rate, most of the log among them: nothing to add up.
 _FREE = frozenset(
     (
-        v.StepCommitted,
         v.CheckpointSaved,
         v.SaveFailed,
         v.StartWorker,
@@ -63,20 +75,22 @@ class Costs(NamedTuple):
     delivered_flop: int
     detection_flop: int
     transition_flop: int
+    repeated_flop: int
     sub_health_flop: int
 
 
 def costs_at(state: ClusterState, now_us: int) -> Costs:
     """Return the cluster's costs from its first plan to `now_us` (log time; the state's own time if that is later)."""
     ledger = settle(state.ledger, max(now_us, state.now_us))
-    parts = (ledger.failure_free, ledger.delivered, ledger.detection, ledger.transition)
-    free, delivered, detection, transition = (int(part) // _SECOND_US for part in parts)
+    parts = (ledger.failure_free, ledger.delivered, ledger.detection, ledger.transition, ledger.repeated)
+    free, delivered, detection, transition, repeated = (int(part) // _SECOND_US for part in parts)
     return Costs(
         failure_free_flop=free,
         delivered_flop=delivered,
         detection_flop=detection,
         transition_flop=transition,
-        sub_health_flop=free - delivered - detection - transition,
+        repeated_flop=repeated,
+        sub_health_flop=free - delivered - detection - transition - repeated,
     )
 
 
@@ -88,8 +102,7 @@ def charge_of(state: ClusterState, incident: str) -> tuple[float, float]:
 
 def sub_health_flops(state: ClusterState) -> int:
     """Return by how much the tasks that stand achieve less than the healthy cluster would, weighted FLOP/s."""
-    achieved = sum(account.rate + account.had for account in state.ledger.accounts.values())
-    return max(0, state.ledger.healthy - achieved)
+    return state.ledger.failure_free_rate - state.ledger.achieved
 
 
 def settle(ledger: Ledger, now_us: int) -> Ledger:
@@ -98,9 +111,10 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
     if lasted_us <= 0:
         return ledger
     accounts = ledger.accounts.values()
-    delivered = sum(account.rate for account in accounts) * lasted_us
+    delivered = sum(account.rate for account in accounts if not account.repeats) * lasted_us
+    repeated = sum(account.rate for account in accounts if account.repeats) * lasted_us
     in_transition = sum(account.had for account in accounts) * lasted_us
-    free = ledger.healthy * lasted_us
+    free = ledger.failure_free_rate * lasted_us
     charges = ledger.charges
     for account in accounts:
         if account.had:
@@ -111,16 +125,39 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
         failure_free=plus(ledger.failure_free, free),
         delivered=plus(ledger.delivered, delivered),
         transition=plus(ledger.transition, in_transition),
-        sub_health=plus(ledger.sub_health, free - delivered - in_transition),
+        repeated=plus(ledger.repeated, repeated) if repeated else ledger.repeated,
+        sub_health=plus(ledger.sub_health, free - delivered - repeated - in_transition),
         charges=charges,
         exposed_us=ledger.exposed_us + sum(account.workers for account in accounts) * lasted_us,
+        **_recent(ledger, now_us, sum(account.workers for account in accounts)),
     )
+
+
+class _Recent(TypedDict):
+    recent_exposed_us: int
+    recent_failures: int
+
+
+def _recent(ledger: Ledger, now_us: int, workers: int) -> _Recent:
+    """Return exposure and failures up to `now_us`, the older the lighter: the same at whatever times it is asked."""
+    since_us, exposed_us, failures = ledger.until_us, ledger.recent_exposed_us, ledger.recent_failures
+    first_day = since_us // _DAY_US + 1
+    if now_us // _DAY_US - first_day > _DAYS_MAX:
+        first_day, exposed_us, failures = now_us // _DAY_US - _DAYS_MAX, 0, 0
+        since_us = (first_day - 1) * _DAY_US
+    for day in range(first_day, now_us // _DAY_US + 1):
+        exposed_us = (exposed_us + (day * _DAY_US - since_us) * workers) * _DAY_WEIGHT // MILLION
+        failures = failures * _DAY_WEIGHT // MILLION
+        since_us = day * _DAY_US
+    return {"recent_exposed_us": exposed_us + (now_us - since_us) * workers, "recent_failures": failures}
 
 
 def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> ClusterState:
     """Return `after`, into which the event has led from `before`, with its ledger carried on; the same object where no
     rate has changed."""
     if type(event) in _FREE or (isinstance(event, v.WorkerJoinedGroup) and not _completes(after, event)):
+        return after
+    if isinstance(event, v.StepCommitted) and _repeats(before, event.task) == _repeats(after, event.task):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
         return after
@@ -145,16 +182,37 @@ def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> 
         healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)
     if accounts == after.ledger.accounts and healthy == after.ledger.healthy and before.incidents is after.incidents:
         return after
-    failures = after.ledger.failures + _failures(before, event)
-    ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy, failures=failures)
+    failures, settled = _failures(before, event), settle(after.ledger, after.now_us)
+    ledger = replace(
+        settled,
+        accounts=accounts,
+        healthy=healthy,
+        failures=settled.failures + failures,
+        recent_failures=settled.recent_failures + failures * MILLION,
+    )
     return replace(after, ledger=_date_back(_hand_over(ledger, before, after), after))
 
 
 def _failures(before: ClusterState, event: v.AnyEvent) -> int:
-    """Return 1 where the event closes an incident that took a process or a node, else 0."""
+    """Return 1 where the event closes an incident in which hardware failed, else 0."""
     if not isinstance(event, v.TransitionCompleted) or event.incident not in before.incidents:
         return 0
-    return int(before.incidents[event.incident].severity < Severity.SEV3)
+    return int(is_hardware_failure(before.incidents[event.incident]))
+
+
+def is_hardware_failure(incident: Incident) -> bool:
+    """Return whether the incident took a process or a node, and no program is known to have done it.
+
+    A process that is killed, hangs, or loses its node says nothing against its program; one that raises, leaves early,
+    computes no finite loss, or ends by an exit code of its own does.
+    """
+    is_exit = incident.kind in ("process_exit", "start_failed") and "exit code" in incident.message
+    return incident.severity < Severity.SEV3 and incident.kind not in _PROGRAM_KINDS and not is_exit
+
+
+def _repeats(state: ClusterState, task: str) -> bool:
+    """Return whether the task trains again what had been committed before."""
+    return task in state.tasks and bool(state.tasks[task].progress.repeats_until)
 
 
 def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:
@@ -176,6 +234,7 @@ def _account(
             return replace(old, incident=incident.id)
         return Account(
             had=old.rate,
+            had_repeats=old.repeats,
             had_since_us=old.since_us,
             lost_from_us=state.now_us,
             incident=incident.id,
@@ -183,9 +242,10 @@ def _account(
     if is_unchanged and not old.incident:
         return old
     rate, workers = _rate(task, old, linear)
-    if rate == old.rate and not old.incident:
+    repeats = task.progress.repeats_for if workers and task.progress.repeats_until else ""
+    if rate == old.rate and repeats == old.repeats and not old.incident:
         return old if workers == old.workers else replace(old, workers=workers)
-    return Account(rate=rate, since_us=state.now_us, workers=workers)
+    return Account(rate=rate, since_us=state.now_us, workers=workers, repeats=repeats)
 
 
 def _kept_from_training_by(state: ClusterState, task: Task) -> Incident | None:
@@ -247,7 +307,7 @@ def _hand_over(ledger: Ledger, before: ClusterState, after: ClusterState) -> Led
 
 
 def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
-    """Move what a task had achieved since its fault occurred from delivered to detection."""
+    """Move what a task had achieved since its fault occurred, delivered or repeated, to detection."""
     for name, account in ledger.accounts.items():
         if not account.had:
             continue
@@ -258,9 +318,10 @@ def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
         if from_us >= account.lost_from_us:
             continue
         work = account.had * (account.lost_from_us - from_us)
+        source = "repeated" if account.had_repeats else "delivered"
         ledger = replace(
             ledger,
-            delivered=plus(ledger.delivered, -work),
+            **{source: plus(getattr(ledger, source), -work)},
             detection=plus(ledger.detection, work),
             charges=_charged(ledger.charges, account.incident, detection=work),
             accounts=ledger.accounts | {name: replace(account, lost_from_us=from_us)},

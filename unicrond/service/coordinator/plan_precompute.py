@@ -90,6 +90,7 @@ class Foresight:
                 pace.transition_us,
                 pace.move_us,
                 pace.reshape_us,
+                pace.start_us,
                 len(pace.other_layouts),
             )
             for name, pace in paces
