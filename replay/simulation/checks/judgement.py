@@ -11,7 +11,7 @@ import msgspec
 from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.planning.placement import place
 from unicrond.core.state.state import ClusterState, Node, Task, TaskStatus
-from unicrond.core.tasks import starvation
+from unicrond.core.tasks.starvation import ranks
 from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
@@ -42,7 +42,7 @@ def causes_of(state: ClusterState) -> PlanCauses:
     """Return the causes that a plan made in this state may have."""
     nodes = tuple([(n.name, n.slots, n.gpu, n.schedulable, n.cordon.active) for n in state.nodes.values()])
     tasks = tuple([(task.name, task.submitted_seq, task.spec.shape) for task in state.active])
-    return PlanCauses(nodes, tasks, tuple(starvation.ranks(state)))
+    return PlanCauses(nodes, tasks, tuple(ranks(state)))
 
 
 def programs_accuse_no_node(
