@@ -11,8 +11,8 @@ import msgspec
 from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.planning.placement import place
 from unicrond.core.state.state import ClusterState, Node, Task, TaskStatus
-from unicrond.core.tasks.starvation import ranks
 from unicrond.core.tasks.reshaping import layouts_of
+from unicrond.core.tasks.starvation import ranks
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
 
@@ -40,7 +40,9 @@ class PlanCauses(msgspec.Struct, frozen=True):
 
 def causes_of(state: ClusterState) -> PlanCauses:
     """Return the causes that a plan made in this state may have."""
-    nodes = tuple([(n.name, n.slots, n.gpu, n.schedulable, n.cordon.active) for n in state.nodes.values()])
+    nodes = tuple(
+        [(n.name, n.slots, n.gpu, n.agent.boot, n.schedulable, n.cordon.active) for n in state.nodes.values()]
+    )
     tasks = tuple([(task.name, task.submitted_seq, task.spec.shape) for task in state.active])
     return PlanCauses(nodes, tasks, tuple(ranks(state)))
 
@@ -67,10 +69,15 @@ def programs_move_no_others(
     """Check a plan. `basis`: the state that it was decided in. `failing`: garbage tasks that have failed since their
     last step. `before`: the causes of the plan in force."""
     shares = {assignment.task: expand(assignment) for assignment in plan.assignments}
-    unchanged = before == causes_of(basis)
+    # A task that begins to fail counts as one that leaves: what it had is free for others.
+    leaves = any(
+        name in basis.plan.assignments and basis.plan.assignments[name].workers > _workers(shares.get(name))
+        for name in failing
+    )
+    unchanged = bool(failing) and not leaves and before == causes_of(basis)
     for task in basis.active:
         old, new = basis.plan.assignments.get(task.name), shares.get(task.name)
-        workers = new.workers if new else 0
+        workers = _workers(new)
         if task.name in failing or old is None or not old.workers:
             continue
         if unchanged and (new is None or Counter(old.replicas) - Counter(new.replicas)):
@@ -128,7 +135,7 @@ def idle_nodes(state: ClusterState, garbage: Collection[str]) -> dict[str, str]:
     for task in state.active:
         share = state.plan.assignments.get(task.name)
         unit = task.spec.replica_workers
-        workers = share.workers if share else 0
+        workers = _workers(share)
         if task.name in garbage or not _is_plain(task) or not workers or workers + unit > task.spec.max_workers:
             continue
         replicas, micro_batches = workers // unit, task.spec.micro_batches
@@ -143,6 +150,10 @@ def nodes_are_used(idle_s: Mapping[str, float], wanted: Mapping[str, str], withi
     """Check how long nodes have been idle. `wanted`: by node, a task that could use it."""
     late = [node for node in wanted if idle_s.get(node, 0.0) >= within_s]
     return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {wanted[node]} could use it" for node in late)
+
+
+def _workers(share: v.TaskAssignment | None) -> int:
+    return share.workers if share is not None else 0
 
 
 def _is_plain(task: Task) -> bool:
