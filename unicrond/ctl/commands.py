@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unicrond.core.faults.program_faults import is_looping, looping_text
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
@@ -75,6 +76,7 @@ def status(options: argparse.Namespace) -> None:
         "costs": costs_line(snapshot.body.get("costs")),
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
+        **_looping(state),
         "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
     }
     if options.at is None:
@@ -106,6 +108,12 @@ def _heads(health: dict[str, Any]) -> dict[str, str]:
 
 def _active(state: ClusterState) -> list[Any]:
     return [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+
+
+def _looping(state: ClusterState) -> dict[str, str]:
+    """Describe the tasks whose programs fail again and again."""
+    looping = [task for task in state.tasks.values() if is_looping(task)]
+    return {f"failing {number}": f"{task.name}: {looping_text(task)}" for number, task in enumerate(looping, start=1)}
 
 
 def costs_line(costs: dict[str, float] | None) -> str:

@@ -3,6 +3,7 @@
 | rule | sent when |
 |---|---|
 | `task_failed` | a task has failed |
+| `crash_looping` | a task's program has failed for the second time since it was calm; once until it is calm again |
 | `sev1` | an incident is of SEV1, or has become so |
 | `isolated` | a node has been isolated |
 | `no_progress` | a task that has workers in the plan has committed nothing for `no_progress_s` |
@@ -25,17 +26,28 @@ service/export/notification_transports.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from unicrond.core.faults import links
+from unicrond.core.faults.program_faults import is_looping, looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.replayer import LogStep
+from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
 
 Rule: TypeAlias = Literal[
-    "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "link", "refused"
+    "task_failed",
+    "crash_looping",
+    "sev1",
+    "isolated",
+    "no_progress",
+    "trouble",
+    "takeover",
+    "no_spare",
+    "link",
+    "refused",
 ]
 Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
 
@@ -56,7 +68,7 @@ def step_notices(step: LogStep) -> list[Notice]:
     """Return the notices that a step gives rise to."""
     before, _, after = step
     event = step.event
-    notices = [*_incident_notices(before, after), *_link_notices(before, after)]
+    notices = [*_incident_notices(before, after), *_crash_notices(before, after), *_link_notices(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
             commands = "unicronctl tasks", f"unicron-replay story task {event.task} --nats URL"
@@ -165,6 +177,21 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
         title = f"SEV1 healed: {closed.kind} on {closed.node}"
         notices.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))
     return notices
+
+
+def _crash_notices(before: ClusterState, after: ClusterState) -> Iterator[Notice]:
+    """Yield a notice for each task that has begun to fail again and again, or has stopped doing so."""
+    if before.tasks is after.tasks:
+        return
+    for name, (old, task) in changed(before.tasks, after.tasks).items():
+        was, is_now = old is not None and is_looping(old), task is not None and is_looping(task)
+        if is_now and not was and task is not None and task.troubles.crashes is not None:
+            text = f"{looping_text(task)}\n{task.troubles.crashes.tail}".rstrip()
+            commands = f"unicronctl describe task {name}", f"unicronctl logs {name}"
+            yield Notice(f"crash:{name}", "crash_looping", "error", f"task {name} is crash-looping", text, commands)
+        elif was and not is_now:
+            title = f"task {name} is crash-looping no more"
+            yield Notice(f"crash:{name}", "crash_looping", "info", title, is_over=True)
 
 
 def _spares(state: ClusterState) -> list[Notice]:

@@ -22,6 +22,7 @@ _HANDLERS = {
     "forget": nodes.forget_deadline_passed,
     "links": links.meeting_is_long,
     **dict.fromkeys(("wait", "turn"), turns.deadline_passed),
+    "restart": strikes.restart_due,
 }
 
 

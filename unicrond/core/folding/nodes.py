@@ -16,7 +16,7 @@ from unicrond.core.state.changes import stray, with_incident, with_node, with_ta
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture
 from unicrond.core.state.ordered_map import put_all, without
-from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, WorkerStatus
+from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, TaskStatus
 from unicrond.core.state.worker_lifecycle import status_after
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
@@ -97,8 +97,9 @@ def _reconcile_workers(
         dead = [
             w.worker
             for w in (task.workers[name] for name in before.of_task(event.node, task.name))
-            # A worker without a pid was commanded only: the command still waits for the agent.
-            if w.worker not in alive and (w.pid or w.status is WorkerStatus.LOST or void)
+            # A worker without a pid was commanded only: the command still waits for the agent. If the node was lost
+            # meanwhile, the worker keeps its slot until it has been ended: then another is started.
+            if w.worker not in alive and (w.pid or void)
         ]
         never = [name for name in dead if not task.workers[name].pid]
         expected = [name for name in dead if planned or name in never or not task.workers[name].alive]
@@ -214,14 +215,21 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
-    """End the node's isolation, and forget what it was suspected of; see `strikes.readmit`."""
+    """End the node's isolation, and count it less against it; see `strikes.readmit`. If the task that it was suspected
+    for has ended, the suspicion ends too."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolation.active:
         return state
-    state = with_node(state, isolation.end(node))
+    node = isolation.end(node)
+    suspicion = node.health.suspicion
+    named = [state.tasks.get(name) for name in suspicion.tasks] if suspicion else []
+    if all(task is None or task.status is TaskStatus.FAILED for task in named):
+        node = isolation.without_suspicion(node)
+    state = with_node(state, node)
+    suspects = node.health.suspicion.tasks if node.health.suspicion else ()
     for task in state.tasks.values():
         if task.troubles.names(event.node) or event.node in task.troubles.ends:
-            troubles = strikes.readmit(task.troubles, event.node)
+            troubles = strikes.readmit(task.troubles, event.node, suspect=task.name in suspects)
             state = with_task(state, replace(task, troubles=troubles))
     return state
 

@@ -5,12 +5,13 @@ Ids name their subject so exactly that one which comes late means nothing any mo
 `symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`, `check:<node>#<nth>` (after failed attempts
 `#<nth>.<attempts>`), `drain:<node>#<us>.<lead>` and `empty:<node>#<us>` (near that time, and then),
 `window:<id>#near.<lead>` and `window:<id>#end`, `forget:<node>#<when it left>`, `wait:<task>#<us>` and
-`turn:<task>#<us>` (since then), `links:<task>#<generation>.<rounds>` (a meeting, or probes of links, take long).
+`turn:<task>#<us>` (since then), `restart:<task>#<us>` (the back-off after a fault of its program then),
+`links:<task>#<generation>.<rounds>` (a meeting, or probes of links, take long).
 """
 
 from __future__ import annotations
 
-from unicrond.core.faults import links
+from unicrond.core.faults import links, program_faults
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes import isolation
 from unicrond.core.nodes import node_removal as forgetting
@@ -37,6 +38,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
             standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
     standing.update(isolation.deadlines(state, survey.nodes.isolated, policy.isolation_s))
     standing.update(turns.deadlines(state))
+    standing.update(program_faults.deadlines(state))
     standing.update(departures.deadlines(state, policy, survey.nodes.dated))
     standing.update(forgetting.deadlines(state, survey.nodes.left_nodes, policy.forget_s))
     for task in state.tasks.values():

@@ -13,6 +13,8 @@ Rules
 * With several types of GPU each is a pool, also while no node of it may carry workers.
 * While nodes cannot talk to each other (faults/links.py) no task gets more workers than stand on nodes of which all
   can; and no table is made, since such a plan holds only until the link is back.
+* A task whose program fails without achieving anything is worth next to nothing: one FLOP/s for each worker, and no
+  floor. So it gets workers that idle otherwise, and none that another has a use for (faults/program_faults.py).
 * A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others. Nor does one
   whose `gpus` say that it achieves nothing on the types that there are.
 """
@@ -182,9 +184,29 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         priority=task.spec.priority,
         preemptible=task.spec.preemptible or task.name in survey.over_quota,
     )
+    if task.name in survey.failing:
+        return _worthless(problem)
     if not task.spec.gpus or survey.types or not problem.floor:
         return problem
     return replace(problem, floor=problem.least_that_achieves or problem.floor)  # as in a pool of several
+
+
+def _worthless(problem: TaskProblem) -> TaskProblem:
+    """Return the problem of a task that gets only what others have no use for."""
+    alternatives = [replace(option, curve=_idle_curve(option.curve)) for option in problem.alternatives]
+    return replace(
+        problem,
+        floor=0,
+        turn=0,
+        preemptible=True,
+        throughput=_idle_curve(problem.curve),
+        alternatives=tuple(alternatives),
+    )
+
+
+def _idle_curve(curve: Curve) -> Curve:
+    """Return a curve that achieves one FLOP/s for each worker where `curve` achieves anything."""
+    return Curve({workers: float(workers) for workers, flops in curve.rounded() if flops})
 
 
 def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from unicrond.core.faults.links import Pair, barred_pairs
+from unicrond.core.faults.program_faults import avoided_nodes, is_failing
 from unicrond.core.nodes import gpu_types
 from unicrond.core.planning.problem import Curve
 from unicrond.core.state.ordered_map import changed
@@ -106,7 +107,9 @@ class Survey:
     """What the rules want to know of `state`. Several threads may ask.
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
-    depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py. `fresh`: the adopted
+    depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py.
+    `failing`: tasks whose programs fail, `avoided`: nodes that tasks are kept off, if there is room elsewhere
+    (faults/program_faults.py). `fresh`: the adopted
     plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty
     where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
     """
@@ -122,6 +125,9 @@ class Survey:
         self.turns: Mapping[str, int] = turns.ranks(state)
         self.over_quota = over_quota(state)
         self.barred_pairs: tuple[Pair, ...] = barred_pairs(state)
+        self.failing = frozenset([task.name for task in self.active if is_failing(task)])
+        avoided = {task.name: avoided_nodes(task, policy.strikes_max) for task in self.active}
+        self.avoided: Mapping[str, tuple[str, ...]] = {name: nodes for name, nodes in avoided.items() if nodes}
         self._planned = tuple(
             [
                 (
@@ -129,6 +135,8 @@ class Survey:
                     task.submitted_seq,
                     *(("turn",) * (task.name in self.turns)),
                     *(("over quota",) * (task.name in self.over_quota)),
+                    *(("fails",) * (task.name in self.failing)),
+                    *self.avoided.get(task.name, ()),
                 )
                 for task in self.active
             ]

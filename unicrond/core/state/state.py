@@ -252,7 +252,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     had to be trained again, since no live replica was left; `state_from`: where the state came from then. `resumed_us`:
     when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
     iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
-    that no survivor could keep.
+    that no survivor could keep. `is_program_fault`: the task's own program is at fault, and no node pays for it.
     """
 
     id: str
@@ -283,6 +283,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     links: dict[str, tuple[str, ...]] = {}
     micro_batches_finished: dict[str, tuple[int, int]] = {}
     micro_batches_lost: int = 0
+    is_program_fault: bool = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
