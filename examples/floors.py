@@ -3,8 +3,8 @@
     python examples/floors.py
 
 Three agents run on this machine. `prod` (weight 10, at least three workers) trains on all of them; then two tasks of
-weight 0.01 and one worker are submitted. They wait; the exit code is 0 if `prod` never had fewer than three workers in a
-plan. Nothing stays on disk. The rules: docs/use/task-files.md#priorities.
+weight 0.01 and one worker are submitted. They wait; the exit code is 0 if `prod` never had fewer than three workers in
+a plan. Nothing stays on disk. The rules: docs/use/task-files.md#priorities.
 """
 
 from __future__ import annotations
