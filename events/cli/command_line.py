@@ -265,19 +265,19 @@ def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
     """Return a type for whole numbers within bounds, both included."""
     bounds = f"{least} or more" if most == MOST else f"{least} to {most}"
 
-    def read(text: str) -> int:
+    def parse(text: str) -> int:
         """Parse the number. Raises ValueError."""
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
             raise ValueError(f"{text[:40]!r} is not a whole number of {bounds}")
         return int(text)
 
-    return read
+    return parse
 
 
 def number(least: float, most: float, unit: str) -> Callable[[str], float]:
     """Return a type for numbers within bounds, both included; `unit` is for the message alone."""
 
-    def read(text: str) -> float:
+    def parse(text: str) -> float:
         """Parse the number. Raises ValueError."""
         try:
             value = float(text)
@@ -287,7 +287,7 @@ def number(least: float, most: float, unit: str) -> Callable[[str], float]:
             raise ValueError(f"{text!r} is not within {least:g} to {most:g} {unit}")
         return value
 
-    return read
+    return parse
 
 
 def existing_file(text: str) -> Path:
@@ -323,7 +323,7 @@ def setting(text: str) -> tuple[str, str]:
 def kind_among(kinds: Sequence[str]) -> Callable[[str], str]:
     """Return a type for the KIND of a command that takes `KIND NAME`."""
 
-    def read(text: str) -> str:
+    def parse(text: str) -> str:
         """Parse the kind. Raises ValueError, with what was probably meant where the kind is missing."""
         if text in kinds:
             return text
@@ -337,7 +337,7 @@ def kind_among(kinds: Sequence[str]) -> Callable[[str], str]:
             hint = f"did you mean task {text} or node {text}?"
         raise ValueError(f"{text[:40]!r} is no kind of thing ({', '.join(kinds)}); {hint}")
 
-    return read
+    return parse
 
 
 def address(text: str) -> str:

@@ -117,17 +117,17 @@ def complete(parser: argparse.ArgumentParser, words: Sequence[str], live_names: 
 
 def find_place(parser: argparse.ArgumentParser, words: Sequence[str]) -> Place:
     """Find where the cursor is behind these words."""
-    due: argparse.Action | None = None
+    flag: argparse.Action | None = None
     arguments, kind, takes_flags = _arguments(parser), "", True
     for word in words:
         if word == "=":  # bash cuts --flag=value in three
             continue
-        if due is not None:
-            due = None
+        if flag is not None:
+            flag = None
         elif takes_flags and word == "--":
             takes_flags = False
         elif takes_flags and word.startswith("-"):
-            due = _flag(parser, word) if "=" not in word else None
+            flag = _flag(parser, word) if "=" not in word else None
         elif arguments:
             argument, kind = arguments[0], word
             if isinstance(argument, argparse._SubParsersAction):
@@ -137,8 +137,8 @@ def find_place(parser: argparse.ArgumentParser, words: Sequence[str]) -> Place:
                 arguments = _arguments(parser)
             elif argument.nargs not in ("*", "+"):
                 arguments = arguments[1:]
-    if due is not None:
-        return Place(parser, due, takes_flags=False, kind="")
+    if flag is not None:
+        return Place(parser, flag, takes_flags=False, kind="")
     return Place(parser, arguments[0] if arguments else None, takes_flags, kind)
 
 

@@ -41,9 +41,9 @@ def require_laboratory(command: str, module: str, own_version: str) -> None:
         raise MissingExtra(f"{command} needs the package {LABORATORY}, which is not installed: {install}")
     spec = find_spec(module)
     if spec is not None and LABORATORY_FOLDER in (spec.origin or "").split("/"):  # else a checkout's own
-        other = version(LABORATORY)
-        if other != own_version:
-            raise MissingExtra(f"{command} needs {LABORATORY} {own_version} ({other} is installed): {install}")
+        version_there = version(LABORATORY)
+        if version_there != own_version:
+            raise MissingExtra(f"{command} needs {LABORATORY} {own_version} ({version_there} is installed): {install}")
 
 
 def explain(command: str, error: ModuleNotFoundError) -> MissingExtra | None:

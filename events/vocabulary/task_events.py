@@ -72,12 +72,12 @@ class TaskUpdated(Request, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> dict[str, float | int | bool]:
-        """The settings that change, by their names in the task file."""
+        """Return the settings that change, by their names in the task file."""
         names = ("weight", "priority", "preemptible", "min_workers", "max_workers")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         changes = ", ".join(f"{name} {_word(value)}" for name, value in self.settings.items())
         return f"task {self.task} is to have {changes}: {self.reason}"
 

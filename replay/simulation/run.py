@@ -218,6 +218,7 @@ def _at_rest(world: World) -> None:
     checker = world.checker
     story = rules.acknowledged_events_stay(world.server.entries, checker.acknowledgements)
     checker.record_breach("acknowledged_events_stay", story)
+    checker.record_breach("books_close", rules.goodput_closes(checker.states, world.server.entries))
     for head in world.coordinators.living:
         state = head.coordinator.state
         checker.record_breach("replay_equals_live", rules.replay_equals_live(state, checker.states[state.seq]))

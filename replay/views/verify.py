@@ -11,6 +11,7 @@ Rules
   deadline must have been open since the term's last decision; a lost or returned node must follow from the
   retained heartbeats (`beat_check.py`), else it is counted as not verifiable; so is the end of a repair command.
 * Decisions of an old term are inert and not compared.
+* The books close: goodput of the cluster and of each task is within 0 and 100 %, and so is each loss.
 * Another version or configuration is not an error by itself; it is named, since it may explain a difference.
 
 Pure: steps in, findings out. One pass over the log finds where decisions were based (`bases`), a second
@@ -42,16 +43,14 @@ from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema, told_version
 from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.service.coordinator.code_identity import code_version
+from unicrond.views.goodput import GoodputTotals, account_step
+from unicrond.views.goodput_report import open_report, reading, report
 from unicrond.views.view import View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
 OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
 _SOLUTIONS_MAX = 16
-_NO_WAY: dict[str, Any] = {
-    field: value
-    for field, value in {"method": "fresh", "duration_us": 0, "rows_reused": 0}.items()
-    if field in v.PlanAdopted.__struct_fields__
-}
+_NO_WAY: dict[str, Any] = {"method": "fresh", "duration_us": 0, "rows_reused": 0}
 
 
 class Divergence(Exception):
@@ -78,8 +77,8 @@ class Divergence(Exception):
 
 @dataclass
 class Findings:
-    """The outcome of a verification: how much was compared. `notes`: versions, configurations and their changes, in the
-    log's order."""
+    """The outcome of a verification: how much was compared. `books`: why goodput does not close; "" where it does.
+    `notes`: versions, configurations and their changes, in the log's order."""
 
     entries: int = 0
     batches: int = 0
@@ -88,6 +87,7 @@ class Findings:
     node_verdicts: int = 0
     unverifiable: list[str] = field(default_factory=list)
     inert: int = 0
+    books: str = ""
     notes: list[str] = field(default_factory=list)
 
 
@@ -130,6 +130,7 @@ class Verifier(View):
         self._solutions: dict[Problem, Solution] = {}
         self._survey: Survey | None = None
         self._beats = BeatCheck(beats)
+        self._totals = GoodputTotals()
         self._keep_state()
 
     def feed(self, step: LogStep) -> None:
@@ -137,6 +138,7 @@ class Verifier(View):
         before, entry, after = step
         self.findings.entries += 1
         self._state = before
+        self._totals = account_step(self._totals, step)
         if isinstance(entry, RecordedEvent):
             self._beats.advance(entry.recorded_at_us, self._state)
             self._judge(entry)
@@ -152,8 +154,9 @@ class Verifier(View):
         self._keep_state()
 
     def finish(self) -> Findings:
-        """Verify the last batch after the last entry, and return the findings."""
+        """Verify the last batch after the last entry and the books, and return the findings."""
         self._close_batch(at_end=True)
+        self.findings.books = open_report(report(reading(self._totals, self._state), self._state))
         return self.findings
 
     # --- terms -------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ def _differing(recorded: Sequence[v.AnyEvent], decided: Sequence[v.AnyEvent]) ->
 def _comparable(events: Sequence[v.AnyEvent]) -> list[v.AnyEvent]:
     """Return the events without what says how a plan was computed (from a table, in which time), and which command
     checks a node: these are no inputs."""
-    bare = [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) and _NO_WAY else e for e in events]
+    bare = [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) else e for e in events]
     return [msgspec.structs.replace(e, argv=()) if isinstance(e, v.CheckNode) else e for e in bare]
 
 

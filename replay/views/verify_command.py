@@ -19,7 +19,7 @@ from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
 
 
 async def verify_command(options: argparse.Namespace) -> int:
-    """Print what was verified. Exit code 1 if a decision cannot be made again."""
+    """Print what was verified. Exit code 1 if a decision cannot be made again, or the books do not close."""
     async with open_source(options) as source:
         if not source.has_own_times:
             raise UsageError("--nats: this log was imported, so its times are those of the import; verify the file")
@@ -34,7 +34,7 @@ async def verify_command(options: argparse.Namespace) -> int:
             say(as_json(_json(findings, divergence)) if options.json else _page(findings, divergence))
             return 1
     say(as_json(_json(verifier.findings, None)) if options.json else _page(verifier.findings, None))
-    return 0
+    return 1 if verifier.findings.books else 0
 
 
 async def _verifier(source: Source, until: Point | None) -> Verifier:
@@ -61,7 +61,7 @@ def _json(findings: Findings, divergence: Divergence | None) -> dict[str, Any]:
         if divergence
         else None
     )
-    return {"verified": divergence is None, "divergence": first, **msgspec.to_builtins(findings)}
+    return {"verified": divergence is None and not findings.books, "divergence": first, **msgspec.to_builtins(findings)}
 
 
 def _page(findings: Findings, divergence: Divergence | None) -> str:
@@ -75,7 +75,9 @@ def _page(findings: Findings, divergence: Divergence | None) -> str:
     if findings.unverifiable:
         lines.append(f"{len(findings.unverifiable)} node verdicts are not verifiable:")
         lines += [f"  {text}" for text in findings.unverifiable]
-    if divergence is None:
+    if findings.books:
+        lines.append(f"NOT VERIFIED: the books do not close: {findings.books}")
+    elif divergence is None:
         lines.append("verified: every decision equals today's")
     else:
         lines += [f"NOT VERIFIED: {divergence}", "  recorded:", *(f"    {text}" for text in divergence.recorded)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.replayer import steps
 from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry
 
 
@@ -27,10 +28,15 @@ def states_of(entries: Sequence[Entry]) -> list[ClusterState]:
     return [step.after for step in steps(entries)]
 
 
-def random_life(cluster: MiniCluster, seed: int, blows: int = 12) -> Iterator[None]:
-    """Workers and nodes die, come back, are cordoned; a coordinator restarts; between blows some of it heals."""
+def random_life(cluster: MiniCluster, seed: int, blows: int = 12, *, falls: bool = False) -> Iterator[None]:
+    """Workers and nodes die, come back, are cordoned; a coordinator restarts; between blows some of it heals.
+
+    `falls`: groups that form may go on from a stored state; tasks come, and get other weights and priorities."""
     draw = random.Random(seed)
-    for _ in range(blows):
+    for blow in range(blows):
+        if falls:
+            _fall_back(cluster, draw)
+            _change_tasks(cluster, draw, blow)
         match draw.randrange(8):
             case 0 | 1:
                 alive = [(h, w) for h in cluster.hosts.values() if h.up for w in h.processes]
@@ -70,3 +76,26 @@ def random_life(cluster: MiniCluster, seed: int, blows: int = 12) -> Iterator[No
         if draw.random() < 0.4:
             cluster.run()
             yield
+
+
+def _fall_back(cluster: MiniCluster, draw: random.Random) -> None:
+    """Whoever forms a group next has an older state than the last commit, or the newest one again."""
+    cluster.source = draw.choice(("own", "replica", "memory", "peer", "checkpoint", "init"))
+    for task in cluster.state.tasks.values():
+        if draw.random() < 0.8 and not task.confirmed:
+            iteration = cluster.iterations.get(task.name, 0)
+            cluster.iterations[task.name] = max(0, iteration - draw.randrange(20))
+
+
+def _change_tasks(cluster: MiniCluster, draw: random.Random, blow: int) -> None:
+    """A task comes, or one gets another weight or priority."""
+    match draw.randrange(6):
+        case 0:
+            least = draw.randrange(1, 3)
+            cluster.submit(f"extra{blow}", weight=draw.choice((0.01, 1.0, 30.0)), min_workers=least, max_workers=3)
+        case 1:
+            update = v.TaskUpdated(task="big", weight=draw.choice((0.1, 2.0, 9.0)), reason="drawn")
+            cluster.append(update, "api", cluster.state.term)
+        case 2:
+            update = v.TaskUpdated(task="small", priority=draw.randrange(3), reason="drawn")
+            cluster.append(update, "api", cluster.state.term)

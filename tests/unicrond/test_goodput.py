@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import urllib.request
 from collections.abc import Iterable
@@ -31,10 +32,10 @@ from unicrond.replay.cli import main as replay_main
 from unicrond.service.coordinator.snapshots import decode_snapshot, encode_snapshot, mark_of
 from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle_totals
 from unicrond.views.goodput_keeper import READING_US, GoodputKeeper
-from unicrond.views.goodput_report import EMPTY_READING, reading, report
+from unicrond.views.goodput_report import EMPTY_READING, open_report, reading, report
 from unicrond.views.lemons import COUNT_MAX, count_signals, scores
 
-GROUPS = ("detection", "transition", "sub-health")
+GROUPS = ("detection", "transition", "repeated", "sub-health")
 
 
 def follow(entries: Iterable[Entry], *, check: bool = False) -> tuple[ClusterState, GoodputTotals]:
@@ -52,15 +53,33 @@ def assert_adds_up(state: ClusterState, books: GoodputTotals) -> None:
     assert sum(map(int, books.delivered.values())) == int(ledger.delivered)
     assert sum(int(hit.detection) for hit in hits) == int(ledger.detection)
     assert sum(int(hit.transition) for hit in hits) == int(ledger.transition)
+    assert sum(int(hit.repeated) for hit in hits) == int(ledger.repeated)
     assert sum(int(work) for causes in books.short.values() for work in causes.values()) == int(ledger.sub_health)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_goodput_parts_sum_to_ledger_at_every_entry(seed: int) -> None:
     cluster = trained(seed)
-    for _ in random_life(cluster, seed):
+    for _ in random_life(cluster, seed, falls=bool(seed % 2)):
         pass
     follow(cluster.log, check=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_goodput_closes_from_any_entry_to_any_other(seed: int) -> None:
+    """Of the cluster and of each task, since the beginning and in an interval: nothing below 0 or above 100 %."""
+    cluster = trained(seed)
+    for _ in random_life(cluster, seed, falls=True):
+        pass
+    draw = random.Random(seed)
+    state, totals, earlier = ClusterState(), GoodputTotals(), [EMPTY_READING]
+    for step in steps(cluster.log):
+        state, totals = step.after, account_step(totals, step)
+        if draw.random() < 0.1:
+            now = reading(totals, state)
+            for since in (EMPTY_READING, draw.choice(earlier)):
+                assert not open_report(report(now, state, since)), f"from entry {since.seq} to {now.seq}"
+            earlier.append(now)
 
 
 @pytest.mark.parametrize("schema", sorted(LOGS))
@@ -87,6 +106,7 @@ def test_goodput_report_adds_up_to_flop(seed: int) -> None:
     assert work["goodput_flop"] == costs.delivered_flop and work["failure_free_flop"] == costs.failure_free_flop
     groups = {group: sum(part["flop"] for part in work["badput"] if part["group"] == group) for group in GROUPS}
     assert groups == {
+        "repeated": costs.repeated_flop,
         "detection": costs.detection_flop,
         "transition": costs.transition_flop,
         "sub-health": costs.sub_health_flop,

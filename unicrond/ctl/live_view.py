@@ -21,7 +21,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
-from unicrond.core.state.work import achieved_waf
 from unicrond.ctl.client import ApiError
 from unicrond.display.cluster_tables import (
     NODES_SHOWN,
@@ -30,8 +29,6 @@ from unicrond.display.cluster_tables import (
     milliseconds,
     node_status,
     nodes_table,
-    planned_waf,
-    si,
     stragglers,
     stragglers_table,
     task_workers,
@@ -39,7 +36,9 @@ from unicrond.display.cluster_tables import (
     workers_table,
 )
 from unicrond.display.event_lines import EventLine
-from unicrond.display.tables import STYLES, Table, clean, console, for_terminal, interactive, show
+from unicrond.display.tables import STYLES, Table, console, for_terminal, interactive, show
+from unicrond.display.worth import achieved_now, planned_wafs, waf_in
+from unicrond.events.vocabulary.phrases import clean
 
 #: Gives the state and its digest; raises ApiError while the coordinator is away.
 GetState: TypeAlias = Callable[[], Awaitable[tuple[ClusterState, str]]]
@@ -145,10 +144,10 @@ def top_tables(state: ClusterState) -> dict[str, Table]:
 def _headline(state: ClusterState, away_s: float) -> Text:
     statuses = [node_status(node) for node in state.nodes.values()]
     tally = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)) or "none yet"
-    waf = sum(achieved_waf(t, state.now_us) for t in state.tasks.values() if t.status is TaskStatus.ACTIVE)
+    waf = sum(achieved_now(state, t) for t in state.tasks.values() if t.status is TaskStatus.ACTIVE)
     line = Text.assemble(
         ("unicrond", "bold"),
-        f"  term {state.term}  sequence {state.seq}  nodes: {tally}  WAF {si(waf, 'FLOP/s')}",
+        f"  term {state.term}  sequence {state.seq}  nodes: {tally}  WAF {waf_in(state, waf)}",
     )
     if away_s > 2.0:
         line.append(f"  no answer from the coordinator for {away_s:.0f} s", "bold red")
@@ -174,7 +173,7 @@ def _tasks(state: ClusterState) -> RichTable:
             f"{task.progress.iteration}/{task.spec.iterations}",
             loss(task.progress.loss),
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
-            si(achieved_waf(task, state.now_us), "FLOP/s"),
+            waf_in(state, achieved_now(state, task)),
         )
     return table
 
@@ -188,7 +187,7 @@ def _plan(state: ClusterState) -> Text:
     )
     return Text.assemble(
         (f"plan {plan.epoch}", "bold"),
-        f"  {shares}  WAF {planned_waf(state, plan.waf, plan.workers)}\n",
+        f"  {shares}  WAF {waf_in(state, sum(planned_wafs(state).values()))}\n",
         (clean(f"{plan.trigger}; {plan.reason}"), "dim"),
     )
 

@@ -11,13 +11,13 @@ from unicrond.events.cli.shared_flags import shared
 
 def add_node_control(commands: Commands) -> None:
     """Add the commands for nodes to the parser of `unicronctl`."""
-    which = (NODES, REASON, shared("--boot"), shared("--address", "act only where it has this one"))
+    choice = (NODES, REASON, shared("--boot"), shared("--address", "act only where it has this one"))
     add_to(
         commands,
         "cordon",
         "give a node no new workers; those that it has stay",
         ("cordon node3 --reason 'new fan'", "cordon node3 --address $POD_IP"),
-        *which,
+        *choice,
     )
     add_to(
         commands,
@@ -30,7 +30,7 @@ def add_node_control(commands: Commands) -> None:
             "drain node3 --until-return",
             "drain node3 --address $POD_IP",
         ),
-        *which,
+        *choice,
         switch("--wait", "wait until it is empty"),
         shared("--timeout-s", "with --wait (default: for ever)"),
         option(
@@ -44,16 +44,30 @@ def add_node_control(commands: Commands) -> None:
         "uncordon",
         "give a cordoned, drained or isolated node workers again",
         ("uncordon node3 --reason 'new fan'", "uncordon node3 --address $POD_IP"),
-        *which,
+        *choice,
     )
     add_to(
         commands,
         "forget",
         "forget a node that has left or is lost; its name is free for another machine",
         ("forget node3", "forget node3 --leave --reason 'the machine goes back'"),
-        *which,
+        *choice,
         switch("--leave", "have a node that is up leave for good first: it is drained, and its agent ends with 0"),
     )
+    _add_maintenance(commands)
+    add_to(
+        commands,
+        "slurm-sync",
+        "tell drains and isolations both ways between Slurm and this cluster, until interrupted",
+        ("slurm-sync --every-s 5", "slurm-sync --once"),
+        option("--every-s", "S", "ask both so often (5)", type=number(0.2, 3600, "seconds"), default=5.0),
+        shared("--once"),
+        switch("--ends", "give back to Slurm what only rests here, and needs no repair: the cluster ends"),
+        switch("--no-holds", "do not drain in Slurm what is isolated here (that needs an operator of Slurm)"),
+    )
+
+
+def _add_maintenance(commands: Commands) -> None:
     add_to(
         commands,
         "maintain",
@@ -69,14 +83,4 @@ def add_node_control(commands: Commands) -> None:
         option("--duration", "SPAN", "have it last so long (30m, 4h)", type=span_s, dest="for_s"),
         option("--cancel", "WINDOW", "end this window, or have it not begin"),
         REASON,
-    )
-    add_to(
-        commands,
-        "slurm-sync",
-        "tell drains and isolations both ways between Slurm and this cluster, until interrupted",
-        ("slurm-sync --every-s 5", "slurm-sync --once"),
-        option("--every-s", "S", "ask both so often (5)", type=number(0.2, 3600, "seconds"), default=5.0),
-        shared("--once"),
-        switch("--ends", "give back to Slurm what only rests here, and needs no repair: the cluster ends"),
-        switch("--no-holds", "do not drain in Slurm what is isolated here (that needs an operator of Slurm)"),
     )

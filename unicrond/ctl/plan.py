@@ -15,19 +15,11 @@ from unicrond.core.worth.gradient_memory import gradients
 from unicrond.ctl.client import ApiRefused, Client
 from unicrond.ctl.client_options import client_of, print_json, snapshot_of
 from unicrond.ctl.parsing import changes_json
-from unicrond.display.cluster_tables import (
-    costs_table,
-    departures,
-    gradients_table,
-    layout_words,
-    plan_table,
-    planned_waf,
-    si,
-    turns,
-)
+from unicrond.display.cluster_tables import costs_table, departures, gradients_table, layout_words, plan_table, turns
 from unicrond.display.plan_explanation import explain_layouts, explain_plan
 from unicrond.display.queue import pending_tasks
 from unicrond.display.tables import Table, show
+from unicrond.display.worth import healthy_waf, planned_wafs, si, waf_in, waf_text
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.vocabulary.shape import Shape
 
@@ -66,11 +58,11 @@ def plan_show(options: argparse.Namespace) -> None:
 def _summary(state: ClusterState) -> dict[str, str]:
     """Return the lines that describe the plan, by title."""
     plan = state.plan
-    healthy = planned_waf(state, plan.waf_if_healthy, plan.healthy)
+    planned, healthy = waf_in(state, sum(planned_wafs(state).values())), waf_in(state, healthy_waf(state))
     reused = f", {plan.rows_reused} rows reused" if plan.rows_reused else ""
     methods = {"table": "looked up in the table", "incremental": "solved on rows that stood", "fresh": "solved afresh"}
     return {
-        "plan": f"epoch {plan.epoch}, WAF {planned_waf(state, plan.waf, plan.workers)} of {healthy} in health",
+        "plan": f"epoch {plan.epoch}, WAF {planned} planned, {healthy} in health",
         "because of": plan.trigger,
         "reason": plan.reason,
         **({"why": explain_plan(state)} if explain_plan(state) else {}),
@@ -116,7 +108,7 @@ def plan_foreseen(options: argparse.Namespace) -> None:
             for task, n in row["workers"].items()
             if (in_layout := _new_choice(state, task, row)) or n != now.get(task, 0)
         ]
-        waf = planned_waf(state, row["waf"], row["workers"]) if row["workers"] else "0"
+        waf = waf_in(state, row["waf"])
         rows.append((row["event"], f"{row['subject']}{alike}", waf, ", ".join(changes) or "no change"))
     print(f"after plan {body['epoch']}, should this come next:")
     empty = "no plan is made yet" if body.get("unforeseen") else "no event is possible"
@@ -145,13 +137,13 @@ def plan_whatif(options: argparse.Namespace) -> None:
         in_layout = _new_layout(state, name, {name: str(layout)} if share.get("tp") else {})
         in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu_type))
         mark = f"*{in_layout}" if in_layout or now.get(name, 0) != share["workers"] else ""
-        worth_now = planned_waf(state, waf_now[name], {name: now[name]}) if name in waf_now else "-"
-        worth_then = planned_waf(state, share["waf"], {name: share["workers"]})
+        worth_now = waf_text(waf_now[name], body["unit"]) if name in waf_now else "-"
+        worth_then = waf_text(share["waf"], body["unit"])
         rows.append((name, str(now.get(name, 0)), f"{share['workers']}{mark}", worth_now, worth_then))
     headers = ("task", "workers", "would have", "WAF now", "WAF then")
     show(Table(headers, tuple(rows), frozenset(headers[1:]), "no task is active"))
-    was = planned_waf(state, sum(waf_now.values()), now)
-    would = planned_waf(state, then.get("waf", 0), {name: share["workers"] for name, share in shares.items()})
+    was = waf_text(sum(waf_now.values()), body["unit"])
+    would = waf_text(then.get("waf", 0), body["unit"])
     when = "now" if options.at is None else f"at entry {state.seq}"
     under = ", both under the changed settings" if options.set else ""
     cost = si(then.get("transition_flop", 0.0), "FLOP")

@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from unicrond.core.faults.program_faults import looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.state.task_parts import Straggler
-from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, delivered_flop
+from unicrond.core.state.work import achieved_waf, delivered_flop
 from unicrond.core.tasks.task_rules import BUILT_IN
 from unicrond.core.worth.costs import costs_at
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.display.queue import pending_reason
 from unicrond.display.tables import Table
+from unicrond.display.worth import achieved_now, planned_wafs, si, waf_in
 from unicrond.events.vocabulary import TaskAssignment
 from unicrond.events.vocabulary.phrases import to_the_second
 
@@ -26,28 +28,6 @@ from unicrond.events.vocabulary.phrases import to_the_second
 NODES_SHOWN = 16
 #: The values of `node_status`.
 NODE_STATUSES = ("up", "leaving", "isolated", "drained", "cordoned", "lost", "left")
-
-
-def si(value: float, unit: str = "") -> str:
-    """Format a value with an SI prefix: 1.5e12, "FLOP/s" -> "1.5 TFLOP/s". A value that rounds up to the next prefix
-    gets it."""
-    value = float(f"{value:.3g}")
-    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}".rstrip()
-
-
-def planned_waf(state: ClusterState, waf: int, workers: Mapping[str, int]) -> str:
-    """Format the worth of a plan in which these tasks get these `workers`.
-
-    The unit is weighted workers, not FLOP/s, where the plan was made before any T(x) was known.
-    """
-    tasks = [(state.tasks[name].spec, count) for name, count in workers.items() if name in state.tasks]
-    nominal = sum(int(spec.weight * count * LINEAR_FLOPS) for spec, count in tasks)
-    if waf and waf == nominal and not any(spec.throughput for spec, _ in tasks):
-        return f"{waf / LINEAR_FLOPS:.3g} weighted workers"
-    return si(waf, "FLOP/s")
 
 
 def milliseconds(duration_us: int) -> str:
@@ -240,9 +220,9 @@ def tasks_table(state: ClusterState) -> Table:
             f"{task.progress.iteration}/{task.spec.iterations}",
             loss(task.progress.loss),
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
-            si(achieved_waf(task, state.now_us), "FLOP/s"),
+            waf_in(state, achieved_now(state, task)),
             task.ending.reason.partition("\n")[0]
-            or pending_reason(state, task)
+            or "; ".join(filter(None, (looping_text(task), pending_reason(state, task))))
             or _reshaping(task)
             or _slow(task)
             or "-",
@@ -273,6 +253,24 @@ def stragglers_table(state: ClusterState) -> Table:
     return Table(headers, tuple(rows), frozenset({"rank", "factor", "micro-batch", "others", "iteration"}), "none")
 
 
+def links_table(state: ClusterState) -> Table:
+    """Build a table of the links that are bad by the word of both ends."""
+    rows = [
+        (
+            f"{link.first}-{link.second}",
+            "nothing passes" if link.is_silent else "slow",
+            f"{max(link.took_us.values(), default=0) / 1e6:.2f} s",
+            "no task on both" if link.is_barred else "none",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(link.since_us / 1e6)),
+            str(link.times),
+        )
+        for link in state.links.values()
+        if link.is_poor
+    ]
+    headers = ("link", "condition", "probe", "response", "since", "times")
+    return Table(headers, tuple(rows), frozenset({"probe", "times"}), "none")
+
+
 def stragglers(state: ClusterState) -> list[tuple[int, Straggler]]:
     """Return the stragglers of all active tasks, each with its rank."""
     ranked = []
@@ -300,6 +298,7 @@ def _reshaping(task: Task) -> str:
 def plan_table(state: ClusterState) -> Table:
     """Build a table of each task's share under the adopted plan, and its worth."""
     rows: list[tuple[str, ...]] = []
+    wafs = planned_wafs(state)
     for name, assignment in state.plan.assignments.items():
         task = state.tasks.get(name)
         counts = Counter(node for nodes in assignment.replicas for node in nodes)
@@ -309,8 +308,8 @@ def plan_table(state: ClusterState) -> Table:
                 name,
                 str(assignment.workers),
                 str(len(assignment.replicas)),
-                planned_waf(state, assignment.waf, {name: assignment.workers}),
-                si(achieved_waf(task, state.now_us), "FLOP/s") if task else "-",
+                waf_in(state, wafs[name]),
+                waf_in(state, achieved_now(state, task)) if task else "-",
                 where or "waits for workers",
             )
         )

@@ -6,25 +6,24 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
+from unicrond.core.faults.program_faults import looping_text, occurrences
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
-from unicrond.core.state.state import ClusterState, Incident, Node, Task
+from unicrond.core.state.state import ClusterState, Incident, Node, Task, TaskStatus
 from unicrond.core.state.state_bytes import to_json
-from unicrond.core.state.work import achieved_waf
 from unicrond.display.cluster_tables import (
     incidents_table,
     loss,
     milliseconds,
     node_status,
-    planned_waf,
-    si,
     task_workers,
     windows_of,
     workers_table,
 )
 from unicrond.display.event_lines import EventLine
 from unicrond.display.tables import Table
+from unicrond.display.worth import achieved_now, planned_wafs, si, waf_in
 
 Facts: TypeAlias = dict[str, str]
 #: Incidents of a task or node that are shown; the log has them all.
@@ -81,7 +80,7 @@ def _task(state: ClusterState, name: str) -> list[Section]:
         "plan": _share(state, task) if share else "no slot",
         "iteration": f"{progress.iteration} of {spec.iterations}, loss {loss(progress.loss)}"
         + (f", {milliseconds(task.pace.iteration_us)} ms each" if task.pace.iteration_us else ""),
-        "achieved": si(achieved_waf(task, state.now_us), "FLOP/s, weighted"),
+        "achieved": waf_in(state, achieved_now(state, task)),
         "generation": f"{task.generation}, {'met' if task.confirmed else 'forming'}" if task.generation else "none yet",
         "program": " ".join((spec.entry, *spec.args)),
         "data": spec.data or "-",
@@ -97,6 +96,13 @@ def _task(state: ClusterState, name: str) -> list[Section]:
     }
     if task.reshaping.reshape:
         facts["changes to"] = str(task.reshaping.reshape.shape)
+    crashes = task.troubles.crashes
+    if crashes is not None and task.status is TaskStatus.ACTIVE:
+        facts["program"] += f"; {looping_text(task)}"
+        facts["failed on"] = (
+            f"{', '.join(crashes.nodes)}, first {_when(crashes.first_us)}, last {_when(crashes.last_us)};"
+            f" {occurrences(crashes.fruitless)} without a new iteration"
+        )
     if task.troubles.strikes:
         facts["strikes"] = ", ".join(f"{node} {count}" for node, count in task.troubles.strikes.items())
     incidents = [incident for incident in _incidents(state) if name in incident.generations]
@@ -108,7 +114,7 @@ def _task(state: ClusterState, name: str) -> list[Section]:
 
 def _share(state: ClusterState, task: Task) -> str:
     share = state.plan.assignments[task.name]
-    worth = planned_waf(state, share.waf, {task.name: share.workers})
+    worth = waf_in(state, planned_wafs(state)[task.name])
     return f"{share.workers} workers in {len(share.replicas)} replicas, worth {worth} (epoch {state.plan.epoch})"
 
 
@@ -138,6 +144,8 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         probation = node.isolation.probation
         last = f", last: {probation.last} ({_when(probation.last_us)})" if probation and probation.last else ""
         facts["isolated"] = f"{node.isolation.count} times{last}"
+    if suspicion := node.health.suspicion:
+        facts["suspected"] = f"{occurrences(suspicion.count)} since {_when(suspicion.since_us)}: {suspicion.cause}"
     if node.health.repair_need:
         facts["needs"] = node.health.repair_need
     strikes = {task.name: task.troubles.strikes[name] for task in state.tasks.values() if name in task.troubles.strikes}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from unicrond.display.cluster_tables import si
 from unicrond.display.tables import Table
+from unicrond.display.worth import si
 
 #: The most nodes with a score that are shown.
 SCORES_SHOWN = 10

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.core.worth.waf import has_scale, linear_flops, waf
-from unicrond.display.cluster_tables import si
+from unicrond.display.worth import waf_in
 from unicrond.events.vocabulary.shape import Shape
 
 
@@ -40,7 +40,7 @@ def explain_plan(state: ClusterState) -> str:
     )
     sentence = (
         f"{has}; by {source}, {count} moved from {best.giver} to {best.taker} would bring {best.taker} "
-        f"{si(best.gain, 'FLOP/s')} and cost {best.giver} {si(best.loss, 'FLOP/s')}, weighted"
+        f"{waf_in(state, best.gain)} and cost {best.giver} {waf_in(state, best.loss)}"
     )
     if best.gain <= best.loss:
         return f"{sentence}: no move is better"
@@ -61,8 +61,8 @@ def explain_layouts(state: ClusterState) -> str:
         (flops, workers), best = max(alternatives, key=lambda entry: entry[0])
         has = waf(task, share.workers, linear, present)
         text = (
-            f"{name} on {share.workers} worker{'s' * (share.workers > 1)} in {present}: {si(has, 'FLOP/s')}; "
-            f"in {best} {_on(workers, share.workers) + si(flops, 'FLOP/s') if flops else 'nothing'}"
+            f"{name} on {share.workers} worker{'s' * (share.workers > 1)} in {present}: {waf_in(state, has)}; "
+            f"in {best} {_on(workers, share.workers) + waf_in(state, flops) if flops else 'nothing'}"
         )
         sentences.append(f"{text}, which does not pay for a reshape" if flops > has else text)
     return "; ".join(sentences)

@@ -30,7 +30,7 @@ def pending_reason(state: ClusterState, task: Task) -> str:
     elif task.spec.min_workers > free:
         parts.append(f"runs with {task.spec.min_workers - max(0, free)} more")
     if ahead := _ahead(state, task):
-        names = [f"{other.name}{_rank(state, other)}" for other in ahead[:_NAMES_MAX]]
+        names = [f"{rival.name}{_rank(state, rival)}" for rival in ahead[:_NAMES_MAX]]
         more = f" and {len(ahead) - _NAMES_MAX} more" if len(ahead) > _NAMES_MAX else ""
         parts.append(f"before it: {', '.join(names)}{more}")
     return "; ".join(parts)
@@ -44,8 +44,8 @@ def pending_tasks(state: ClusterState) -> list[str]:
 def _ahead(state: ClusterState, task: Task) -> list[Task]:
     """Return the tasks that have workers, those first that have most."""
     shares = state.plan.workers
-    running = [other for other in state.active if shares.get(other.name)]
-    return sorted(running, key=lambda other: (-shares[other.name], other.name))
+    running = [rival for rival in state.active if shares.get(rival.name)]
+    return sorted(running, key=lambda rival: (-shares[rival.name], rival.name))
 
 
 def _rank(state: ClusterState, task: Task) -> str:

@@ -154,8 +154,8 @@ def shapes_of(spec: TaskSpec, wish: LayoutChoice, *, modelled: bool = False) -> 
         shapes += fits
         if not fits:
             reasons = (reason for shape in entry_shapes if (reason := cut_problem(spec, shape)))
-            none = f"none of its sizes divide the model on up to {spec.max_workers} workers; leave it out"
-            faults.append(FieldFault((FIELD, n), next(reasons, none)))
+            no_size = f"none of its sizes divide the model on up to {spec.max_workers} workers; leave it out"
+            faults.append(FieldFault((FIELD, n), next(reasons, no_size)))
         for size in entry.micro_batches:
             if spec.global_batch % size:
                 text = f"{size} does not divide global_batch ({spec.global_batch}); use a divisor of it"

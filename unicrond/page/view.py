@@ -1,6 +1,6 @@
 """What the page shows of a state, as plain JSON types: small, for a thousand nodes are asked for every second. Pure.
 
-    {"seq", "now_us", "term", "nodes", "tasks", "incidents", "plan"}
+    {"seq", "now_us", "term", "attention", "nodes", "tasks", "incidents", "plan"}
 
 Workers stand with their nodes as [task, number, rank, status]: the task's place in `tasks`, the rank -1 for one that is
 no member. Nodes that tell a type of GPU have it (`gpu`); tasks and the plan's shares where there are several. A task's
@@ -13,15 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from unicrond.core.faults.program_faults import looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment, of_members
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
-from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, iteration_flop
+from unicrond.core.state.work import LINEAR_FLOPS, iteration_flop
+from unicrond.core.worth.waf import waf_unit
 from unicrond.display.cluster_tables import node_status
 from unicrond.display.plan_explanation import explain_plan
 from unicrond.display.queue import pending_reason
+from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs
+from unicrond.page.attention import attention
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200
@@ -42,6 +46,7 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
         "seq": state.seq,
         "now_us": state.now_us,
         "term": state.term,
+        "attention": attention(state, hide),
         "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
         "tasks": [_task(state, task, hide) | _gpu(state, task, several) for task in state.tasks.values()],
         "incidents": [
@@ -49,6 +54,7 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
             for incident in (*state.closed_incidents[-CLOSED_SHOWN:], *state.incidents.values())
         ],
         "incidents_total": state.incidents_total,
+        "waf_unit": waf_unit(state),
         "linear_flops": LINEAR_FLOPS,
         "plan": _plan(state, several),
     }
@@ -118,12 +124,11 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
     return {
         "name": task.name,
         "status": task.status.value,
-        "reason": hide(task.ending.reason.partition("\n")[0]) or pending_reason(state, task),
+        "reason": hide(task.ending.reason.partition("\n")[0] or looping_text(task)) or pending_reason(state, task),
         "weight": spec.weight,
         "workers": members,
         "min_workers": spec.min_workers,
         "max_workers": spec.max_workers,
-        "has_throughput": bool(spec.throughput),
         "tp": spec.tp,
         "pp": spec.pp,
         "layout": str(spec.shape),
@@ -135,7 +140,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
         "step_us": pace_us,
         "tokens_per_s": per_s * spec.global_batch * spec.model.seq,
         "flops": per_s * iteration_flop(spec),
-        "waf": achieved_waf(task, state.now_us),
+        "waf": achieved_now(state, task),
         "eta_us": iterations_left * pace_us if per_s else None,
         "checkpoint": task.progress.checkpoint_iteration,
         "stragglers": len(task.group.stragglers),
@@ -168,7 +173,7 @@ def _incident(incident: Incident, hide: Callable[[str], str]) -> dict[str, Any]:
 
 
 def _plan(state: ClusterState, several: bool) -> dict[str, Any]:
-    plan = state.plan
+    plan, wafs = state.plan, planned_wafs(state)
     return {
         "epoch": plan.epoch,
         "trigger": plan.trigger,
@@ -177,14 +182,14 @@ def _plan(state: ClusterState, several: bool) -> dict[str, Any]:
         "method": plan.method,
         "took_us": plan.duration_us,
         "adopted_us": plan.adopted_us,
-        "waf": float(plan.waf),
-        "waf_if_healthy": float(plan.waf_if_healthy),
+        "waf": float(sum(wafs.values())),
+        "waf_if_healthy": float(healthy_waf(state)),
         "transition_flop": plan.transition_flop,
         "tasks": [
             {
                 "task": name,
                 "workers": share.workers,
-                "waf": float(share.waf),
+                "waf": float(wafs[name]),
                 "healthy": plan.healthy.get(name, 0),
                 **({"gpu": of_assignment(state.nodes, share) or ""} if several else {}),
             }

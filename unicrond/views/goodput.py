@@ -1,6 +1,7 @@
 """Goodput: the ledger taken apart, by task and by cause; and the time of each task, by what it did. Pure.
 
-    failure-free = goodput + badput        badput = detection + transition (by kind of incident) + sub-health (by cause)
+    failure-free = goodput + badput
+    badput = detection + transition + repeated (by kind of incident) + sub-health (by cause)
 
 Rules
 -----
@@ -11,18 +12,19 @@ Rules
   their costs over.
 * Sub-health of a task: what it has less in the plan than in the healthy cluster is because of nodes that are lost or
   isolated, in proportion to their slots ("plan": there are none); all else is "starting" (no step yet) or "changing"
-  (its group is not what the plan gives it). "changing" is negative while it runs on what a newer plan takes from it.
-* A task's time is productive while a group of it stands, less what a fault dates back, else in transition, waiting
-  (the plan has no workers for it), starting or changing. Time counts from its submission, and ends with the task.
-* An interruption is an incident that stopped a group of the task. Iterations are lost where no live replica was left;
-  training them again takes their number times the pace before.
+  (its group is not what the plan gives it). While a task runs on what a newer plan takes from it, the others lack so
+  much less: first what is changing or starting, then the rest, each in proportion. No part is ever negative.
+* Repeated is what a group achieves while it trains iterations that had been committed before, for whatever reason.
+* A task's time is productive while a group of it stands, less what a fault dates back, repeating, else in transition,
+  waiting (the plan has no workers for it), starting or changing. It counts from its submission, and ends with the task.
+* An interruption is an incident that stopped a group of the task.
 
 What does not live here: how it is shown, ratios (goodput_report.py); what nodes are suspected of (lemons.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -39,28 +41,28 @@ from unicrond.core.worth.waf import linear_flops, worth_stays
 from unicrond.events import vocabulary as v
 from unicrond.views import lemons
 
-PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
+PRODUCTIVE, REPEATING, STARTING, WAITING, CHANGING = "productive", "repeating", "starting", "waiting", "changing"
 NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"
 #: In the order in which they are shown.
 SUB_HEALTH = (NODES_LOST, NODES_ISOLATED, PLAN, STARTING, CHANGING)
-TIMES = (PRODUCTIVE, STARTING, WAITING, CHANGING)
-
+TIMES = (PRODUCTIVE, REPEATING, STARTING, WAITING, CHANGING)
 
 #: Events that change a task's F, and perhaps no total of the ledger.
 _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What incidents have cost one task. `detection`, `transition`: work, weighted FLOP; with `_us`: the time of it.
-    `lost_us`: what training the lost iterations again takes, and what was thrown away."""
+    """What incidents have cost one task. `detection`, `transition`, `repeated`: work, weighted FLOP; with `_us`: the
+    time of it. `discarded_us`: the time that the discarded micro-batches had taken."""
 
     detection: Decimal = ZERO
     transition: Decimal = ZERO
+    repeated: Decimal = ZERO
     detection_us: int = 0
     transition_us: int = 0
     interruptions: int = 0
     iterations_lost: int = 0
-    lost_us: int = 0
+    discarded_us: int = 0
     micro_batches_repeated: int = 0
     micro_batches_lost: int = msgspec.field(default=0, name="thrown")
 
@@ -74,11 +76,14 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one task gains and loses per second at the moment, weighted FLOP/s. `short`: by cause. `doing`: where its
-    time goes; "" while an `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step.
-    `workers`: that train."""
+    """What one task gains and loses per second at the moment, weighted FLOP/s. `short`: by cause. `over`: what it
+    achieves beyond what the plan would give it in health. `doing`: where its time goes; "" while an `incident` keeps it
+    from training, which `had` is charged to. `repeats`: it delivers nothing, since it repeats, for this kind of
+    incident. `is_new`: it has made no step. `workers`: that train."""
 
     delivered: int = 0
+    over: int = 0
+    repeats: str = ""
     had: int = 0
     incident: str = ""
     short: dict[str, int] = {}
@@ -123,6 +128,8 @@ def account_step(totals: GoodputTotals, step: LogStep) -> GoodputTotals:
         totals = _accrued(settle_totals(totals, after.now_us), with_slots, before, after)
     if isinstance(event, v.WorkerJoinedGroup) and after.incidents is not before.incidents:
         totals = _lost_work(totals, before, after, event)
+    elif isinstance(event, v.StepCommitted) and event.task in before.tasks:
+        totals = _count_repeated(totals, before.tasks[event.task], after.tasks[event.task])
     signals = lemons.count_signals(totals.signals, step)
     return totals if signals is totals.signals else replace(totals, signals=signals)
 
@@ -133,15 +140,17 @@ def settle_totals(totals: GoodputTotals, now_us: int) -> GoodputTotals:
     if lasted_us <= 0 or not totals.rates:
         return replace(totals, until_us=max(now_us, totals.until_us))
     delivered, short, times_us, opened = dict(totals.delivered), dict(totals.short), dict(totals.times_us), totals.open
-    workers_us = dict(totals.workers_us)
-    for name, rate in totals.rates.items():
-        if rate.delivered:
+    workers_us, losses = dict(totals.workers_us), totals.losses
+    for (name, rate), lacks in zip(totals.rates.items(), _lacks(totals.rates.values()), strict=True):
+        if rate.repeats:
+            losses = _add_hits(losses, {name: Hit(repeated=Decimal(rate.delivered * lasted_us))}, rate.repeats)
+        elif rate.delivered:
             delivered[name] = plus(delivered.get(name, ZERO), rate.delivered * lasted_us)
         if rate.workers:
             workers_us[name] = workers_us.get(name, 0) + rate.workers * lasted_us
-        if rate.short:
+        if lacks:
             causes = dict(short.get(name, {}))
-            for cause, flops in rate.short.items():
+            for cause, flops in lacks.items():
                 causes[cause] = plus(causes.get(cause, ZERO), flops * lasted_us)
             short[name] = causes
         if rate.doing:
@@ -151,6 +160,7 @@ def settle_totals(totals: GoodputTotals, now_us: int) -> GoodputTotals:
             charge = Hit(transition=Decimal(rate.had * lasted_us), transition_us=lasted_us)
             opened = _charged(opened, rate.incident, name, charge)
     sums = {"delivered": delivered, "short": short, "times_us": times_us, "workers_us": workers_us, "open": opened}
+    sums["losses"] = losses
     return replace(totals, until_us=now_us, **sums)
 
 
@@ -216,10 +226,16 @@ def _interrupt(totals: GoodputTotals, name: str, was: Account | None, account: A
     if moved_us > 0:
         work = account.had * moved_us
         hit = replace(hit, detection=Decimal(work), detection_us=moved_us)
+        activity = REPEATING if account.had_repeats else PRODUCTIVE
         times = totals.times_us.get(name, {})
-        times = times | {PRODUCTIVE: times.get(PRODUCTIVE, 0) - moved_us}
-        delivered = totals.delivered | {name: plus(totals.delivered.get(name, ZERO), -work)}
-        totals = replace(totals, delivered=delivered, times_us=totals.times_us | {name: times})
+        times = times | {activity: times.get(activity, 0) - moved_us}
+        totals = replace(totals, times_us=totals.times_us | {name: times})
+        if account.had_repeats:
+            losses = _add_hits(totals.losses, {name: Hit(repeated=Decimal(-work))}, account.had_repeats)
+            totals = replace(totals, losses=losses)
+        else:
+            delivered = totals.delivered | {name: plus(totals.delivered.get(name, ZERO), -work)}
+            totals = replace(totals, delivered=delivered)
     if hit == Hit():
         return totals
     return replace(totals, open=_charged(totals.open, account.incident, name, hit))
@@ -254,17 +270,22 @@ def _lost_work(
             continue
         hit = Hit(micro_batches_repeated=incident.micro_batches_repeated - old.micro_batches_repeated)
         if event.source not in ("own", "replica"):
-            previous = totals.open.get(name, {}).get(event.task, Hit()).iterations_lost
-            more = max(0, task.progress.iteration - event.iteration + 1 - previous)
             micro_batches_lost = incident.micro_batches_lost - old.micro_batches_lost
-            lost_us = (
-                more * task.pace.iteration_us + micro_batches_lost * task.pace.iteration_us // task.spec.micro_batches
-            )
-            hit = replace(hit, iterations_lost=more, lost_us=lost_us, micro_batches_lost=micro_batches_lost)
+            discarded_us = micro_batches_lost * task.pace.iteration_us // task.spec.micro_batches
+            hit = replace(hit, discarded_us=discarded_us, micro_batches_lost=micro_batches_lost)
         if hit != Hit():
             totals = replace(totals, open=_charged(totals.open, name, event.task, hit))
         break
     return totals
+
+
+def _count_repeated(totals: GoodputTotals, before: Task, after: Task) -> GoodputTotals:
+    """Count the committed iterations that a task has fallen back by."""
+    lost = after.progress.iterations_repeated - before.progress.iterations_repeated
+    if not lost:
+        return totals
+    hit = {after.name: Hit(iterations_lost=lost)}
+    return replace(totals, losses=_add_hits(totals.losses, hit, after.progress.repeats_for))
 
 
 # --- rates -----------------------------------------------------------------------------------------
@@ -278,20 +299,49 @@ def _rate(totals: GoodputTotals, state: ClusterState, task: Task, account: Accou
     assignment = state.plan.assignments.get(task.name)
     planned_workers = assignment.workers if assignment else 0
     in_health = worth_in_health(state.plan, task, linear)
-    short = in_health - account.rate - account.had
+    short = max(0, in_health - account.achieved)
+    over = max(0, account.achieved - in_health)
     causes: dict[str, int] = {}
     is_new = not task.progress.first_commit_us
     if short:
         missing = in_health - worth(task, planned_workers, linear, planned_shape(task.spec, assignment))
-        fewer = min(max(missing, 0), max(short, 0))
+        fewer = min(max(missing, 0), short)
         causes = _by_nodes(totals, fewer) if fewer else {}
         if short != fewer:
             causes[STARTING if is_new else CHANGING] = short - fewer
     if account.incident:
-        return Rate(had=account.had, incident=account.incident, short=causes, is_new=is_new)
+        return Rate(had=account.had, incident=account.incident, short=causes, over=over, is_new=is_new)
     standing = account.workers or account.rate
     doing = PRODUCTIVE if standing else WAITING if not planned_workers else STARTING if is_new else CHANGING
-    return Rate(delivered=account.rate, short=causes, doing=doing, is_new=is_new, workers=account.workers)
+    return Rate(
+        delivered=account.rate,
+        over=over,
+        repeats=account.repeats,
+        short=causes,
+        doing=REPEATING if account.repeats else doing,
+        is_new=is_new,
+        workers=account.workers,
+    )
+
+
+def _lacks(rates: Collection[Rate]) -> list[dict[str, int]]:
+    """Return what each task lacks, by cause, less what others achieve beyond what they would have in health."""
+    over = sum(rate.over for rate in rates)
+    if not over:
+        return [rate.short for rate in rates]
+    lacks: list[dict[str, int]] = [{} for _ in rates]
+    for causes in ((STARTING, CHANGING), (NODES_LOST, NODES_ISOLATED, PLAN)):
+        parts = [(n, cause, rate.short.get(cause, 0)) for n, rate in enumerate(rates) for cause in causes]
+        total = sum(part for _, _, part in parts)
+        rest = total - min(over, total)
+        over -= total - rest
+        upto = 0
+        for n, cause, part in parts:
+            share = (upto + part) * rest // max(1, total) - upto * rest // max(1, total)
+            upto += part
+            if share:
+                lacks[n][cause] = share
+    return lacks
 
 
 def _by_nodes(totals: GoodputTotals, flops: int) -> dict[str, int]:

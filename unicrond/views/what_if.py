@@ -33,7 +33,7 @@ from unicrond.core.state.field_faults import faults
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Plan, Task, TaskStatus
 from unicrond.core.tasks.task_validation import task_problems
-from unicrond.core.worth.waf import linear_flops, waf
+from unicrond.core.worth.waf import linear_flops, waf, waf_unit
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.phrases import guess
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
@@ -110,11 +110,13 @@ def what_if(state: ClusterState, policy: Policy, changes: ClusterChanges) -> Wha
 
 def answer(state: ClusterState, outcome: WhatIfOutcome) -> dict[str, Any]:
     """Return what is told of an outcome: the plan that `state` has and the one that it would have, what the former is
-    worth per task under the changed settings, and how many other decisions of each type there would be at once."""
+    worth per task under the changed settings, the unit in which people read both, and how many other decisions of each
+    type there would be at once."""
     return {
         "now": state.plan,
         "then": outcome.plan,
         "waf_now": waf_of(outcome.state, state.plan),
+        "unit": waf_unit(outcome.state),
         "decisions": outcome.counts,
     }
 

@@ -34,13 +34,7 @@ import torch
 import torch.distributed as dist
 
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.trainer.groups.forming import (
-    Attempt,
-    FormedGroup,
-    GroupPlacement,
-    event_after,
-    nccl_error,
-)
+from unicrond.agents.trainer.groups.forming import Attempt, FormedGroup, GroupPlacement, event_after, nccl_error
 from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
 from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded

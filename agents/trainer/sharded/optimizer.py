@@ -33,11 +33,7 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    _get_megatron_optimizer_based_on_param_groups,
-    _get_param_groups,
-)
+from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups, _get_param_groups
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer

@@ -88,11 +88,7 @@ def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(optimizer, torch.optim.Optimizer):
         yield from _torch_owners(optimizer, {})
         return
-    from megatron.core.optimizer.optimizer import (
-        ChainedOptimizer,
-        Float16OptimizerWithFloat16Params,
-        FP32Optimizer,
-    )
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
     whole_groups = getattr(optimizer, "whole_groups", None)
     if whole_groups is not None:  # our own, whose captures are as the plain one's

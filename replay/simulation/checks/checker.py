@@ -90,6 +90,8 @@ class InvariantChecker:
                 "decide_is_quiet_at_rest", f"more than {_ENTRIES_MAX} entries: something answers without end"
             )
         self.record_breach("state_is_sound", rules.state_is_sound(after))
+        if after.ledger is not before.ledger:
+            self.record_breach("books_close", rules.books_close(after))
         if not isinstance(entry, RecordedEvent):
             return
         envelope, event = entry.envelope, entry.envelope.event

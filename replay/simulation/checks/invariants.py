@@ -17,18 +17,23 @@ from unicrond.core.planning.placement import place
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
+from unicrond.core.replayer import LogStep
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
 from unicrond.core.state.state_bytes import digest
+from unicrond.core.state.work_ledger import open_books
 from unicrond.core.tasks.reconcile import leaving_members
 from unicrond.core.tasks.reshaping import layouts_of
+from unicrond.core.worth.costs import settle
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand, starts
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import schema_of
+from unicrond.views.goodput import GoodputTotals, account_step
+from unicrond.views.goodput_report import open_report, reading, report
 
 #: Name -> sentence; a test compares docs/design/simulation.md with this table.
 RULES: dict[str, str] = {
@@ -38,6 +43,7 @@ RULES: dict[str, str] = {
     "decisions_take_effect": "Every decision of the ruling coordinator fits the state that it meets; none repeats.",
     "repeats_change_nothing": "An event that is in the log twice changes the state once.",
     "state_is_sound": "The coordinator's own invariants hold after every entry.",
+    "books_close": "What was delivered and each loss are between 0 and the whole, and add up to it.",
     "symptoms_are_no_incidents": "A broken connection opens no second incident of the same generation.",
     "plan_within_healthy_nodes": "A plan uses healthy nodes only, and no more than their slots.",
     "types_stay_apart": "A plan has all replicas of a task on one type of GPU.",
@@ -181,6 +187,20 @@ def state_is_sound(state: ClusterState) -> str:
     except InvariantError as error:
         return str(error)
     return ""
+
+
+def books_close(state: ClusterState) -> str:
+    """Check the ledger of costs up to now."""
+    return open_books(settle(state.ledger, state.now_us))
+
+
+def goodput_closes(states: Sequence[ClusterState], entries: Sequence[Entry]) -> str:
+    """Check goodput of the cluster and of each task. `states[n]`: after entry n."""
+    totals = GoodputTotals()
+    for before, entry, after in zip(states, entries, states[1:], strict=False):
+        totals = account_step(totals, LogStep(before, entry, after))
+    state = states[min(len(states) - 1, len(entries))]
+    return open_report(report(reading(totals, state), state))
 
 
 def symptoms_are_no_incidents(state: ClusterState) -> str:

@@ -252,13 +252,13 @@ def _ill_accelerator(world: World, fault: SimulatedFault) -> None:
     for host in hosts_of(world, fault):
         if host.agent is not None:
             worker = workers.get(host.name, "") if fault.pick else ""
-            foretold = fault.how == "foretold"
-            kind: Any = None if foretold else fault.how or None
+            is_forecast = fault.how == "foretold"
+            kind: Any = None if is_forecast else fault.how or None
             needs: Any = "reboot" if kind == "gpu_broken" else ""
             saw = AcceleratorSaw(
                 accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", repair_need=needs
             )
-            host.agent.feed(replace(saw, predicts_failure=foretold))
+            host.agent.feed(replace(saw, predicts_failure=is_forecast))
             host.is_unhealthy = bool(fault.how)
             until(world, fault, lambda host=host: setattr(host, "is_unhealthy", False))  # type: ignore[misc]
 
@@ -313,8 +313,13 @@ def _cut_log(world: World, fault: SimulatedFault) -> None:
 
 
 def _cut_peers(world: World, fault: SimulatedFault) -> None:
-    """Cut the nodes off from their peers alone."""
+    """Cut the nodes off from their peers alone; `pair`: the first two from each other."""
     reach = world.training.reach
+    if fault.how == "pair":
+        node, peer = fault.nodes
+        reach.cut(node, peer)
+        until(world, fault, lambda: reach.mend(node, peer))
+        return
     for host in hosts_of(world, fault):
         for peer in world.hosts:
             reach.cut(host.name, peer)

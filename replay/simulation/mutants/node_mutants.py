@@ -11,14 +11,7 @@ from unicrond.agents.core import commands as orders
 from unicrond.agents.core import commit_sums, exits, memberships, starting
 from unicrond.agents.core import machine as core
 from unicrond.agents.core.state import Remembered
-from unicrond.agents.trainer.lifecycle import (
-    iteration,
-    ledger,
-    micro_batch_assignment,
-    regrouping,
-    shares,
-    verdict,
-)
+from unicrond.agents.trainer.lifecycle import iteration, ledger, micro_batch_assignment, regrouping, shares, verdict
 from unicrond.agents.trainer.lifecycle import membership_choice as meeting
 from unicrond.agents.trainer.lifecycle import optimizer_state as dividing
 from unicrond.agents.trainer.lifecycle.effects import GatherRows, PendingGeneration
@@ -148,8 +141,8 @@ def _keep_any_bucket() -> None:
         def generous(positions: Any, micro_batches: int, **whole: Any) -> Any:
             """Judge a bucket final where one member has its sum."""
             verdict = judge(positions, micro_batches, **whole)
-            anybody = [bucket for position in positions if position.has_state for bucket in position.complete]
-            final = frozenset() if verdict.step_first else frozenset(anybody)
+            sums = [bucket for position in positions if position.has_state for bucket in position.complete]
+            final = frozenset() if verdict.step_first else frozenset(sums)
             return dataclasses.replace(verdict, final=final)
 
         return generous

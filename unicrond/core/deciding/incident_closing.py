@@ -70,7 +70,9 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
         else:
             members = len(task.membership.members) if task.membership else 0
             parts.append(f"{name} continues with {members} workers in generation {task.generation}")
-    if incident.state_from:
+    if incident.state_from in ("own", "replica"):
+        parts.append(f"{incident.iterations_lost} iterations trained again, state from a live replica")
+    elif incident.state_from:
         source = _SOURCES.get(incident.state_from, incident.state_from)
         whole = any(state.tasks[name].spec.optimizer.distributed for name in incident.tasks if name in state.tasks)
         kind = "whole optimizer state" if whole else "replica"

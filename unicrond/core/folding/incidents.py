@@ -8,6 +8,9 @@ Rules
 * A broken connection is a symptom, and gives way to the cause that explains it. So does any other cause to a worse one
   on another node: the response is then about that node.
 * A lost node is one incident for all its tasks and takes over what it explains.
+* A task falls back where its group goes on at an iteration that had been committed before: whichever way it came to
+  that (`fall_back`), the newest incident that broke a group since those commits has lost them, be it closed by now (the
+  plan had no workers for the task); NO_INCIDENT has what a person or a plan made it repeat.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from unicrond.core.faults.severity import severity_of
 from unicrond.core.state.changes import with_incident
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.state import ClusterState, Incident, Severity, Task, TaskStatus, Worker
+from unicrond.events.vocabulary import StateSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """A failure that was observed. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was. `lost_peers`: see Incident. `links`: see Incident."""
+    clock. `place`: where in its work the worker was. `lost_peers`, `links`, `is_program_fault`: see Incident."""
 
     kind: str
     node: str
@@ -37,6 +41,7 @@ class Fact:
     place: str = ""
     lost_peers: dict[str, str] = field(default_factory=dict)
     links: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    is_program_fault: bool = False
 
 
 def is_symptom(incident: Incident) -> bool:
@@ -78,6 +83,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 log_tail=fact.log_tail,
                 place=fact.place or incident.place,
                 occurred_us=min(incident.occurred_us, fact.occurred_us),
+                is_program_fault=fact.is_program_fault,
             )
         return with_incident(
             state,
@@ -89,6 +95,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 links=fact.links if _is_newer(fact, incident) else _merge_links(incident.links, fact.links),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
+                is_program_fault=incident.is_program_fault or fact.is_program_fault,
             ),
         )
     return open_incident(state, fact)
@@ -133,6 +140,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         place=fact.place,
         lost_peers=fact.lost_peers,
         links=fact.links,
+        is_program_fault=fact.is_program_fault,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 
@@ -177,6 +185,49 @@ def lose_workers_of(
         micro_batches_finished=finished,
     )
     return with_incident(state, replace(opened, micro_batches_lost=micro_batches_lost))
+
+
+#: What stands for the kind of incident where a task repeats iterations and none made it.
+NO_INCIDENT = "no incident"
+
+
+def fall_back(
+    state: ClusterState, task: Task, first: int, generation: int, source: StateSource | None = None
+) -> tuple[ClusterState, Task]:
+    """Record that the group of `generation` goes on at iteration `first`, which had been committed. `source`: where its
+    state came from, said by a member that joins; None: it has committed it, which counts what is repeated."""
+    progress = task.progress
+    lost = progress.iteration - first + 1
+    incident = _loser(state, task, generation)
+    if incident is not None:
+        state = _with_losses(state, incident, lost, source)
+    progress = replace(
+        progress,
+        iterations_repeated=progress.iterations_repeated + (lost if source is None else 0),
+        repeats_until=progress.best_iteration,
+        repeats_for=incident.kind if incident else NO_INCIDENT,
+    )
+    return state, replace(task, progress=progress)
+
+
+def _loser(state: ClusterState, task: Task, generation: int) -> Incident | None:
+    """Return the newest incident that broke a group of the task which had committed what `generation` repeats."""
+    for incident in (*reversed(state.incidents.values()), *reversed(state.closed_incidents)):
+        if task.progress.committed_generation <= incident.generations.get(task.name, -1) < generation:
+            return incident
+    return None
+
+
+def _with_losses(state: ClusterState, incident: Incident, lost: int, source: StateSource | None) -> ClusterState:
+    """Put the losses into the incident, open or closed. Of several sources the one that no member had counts."""
+    is_nearer = source in (None, "own", "replica")
+    state_from = incident.state_from or source or "" if is_nearer else source or ""
+    more = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=state_from)
+    if more == incident:
+        return state
+    if incident.id in state.incidents:
+        return with_incident(state, more)
+    return replace(state, closed_incidents=tuple(more if one is incident else one for one in state.closed_incidents))
 
 
 def record_lost_work(state: ClusterState, task: str, worker: Worker, iteration: int, finished: int) -> ClusterState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import incidents
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import (
@@ -32,6 +33,8 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     newest = event.generation == generation
     formed_after = min(group.formed_after, event.first - 1) if newest else group.formed_after  # after a rollback
     calm = newest and event.last - formed_after >= CALM_ITERATIONS
+    if event.first <= task.progress.iteration:
+        state, task = incidents.fall_back(state, task, event.first, event.generation)
     task = replace(
         task,
         progress=_progress(task.progress, event, state.now_us),
@@ -50,7 +53,10 @@ def _progress(progress: TaskProgress, event: v.StepCommitted, now_us: int) -> Ta
         committed_generation=event.generation,
         loss=event.loss,
         last_commit_us=now_us,
+        trained_us=progress.trained_us + event.duration_us,
     )
+    if progress.repeats_until and event.last >= progress.repeats_until:
+        progress = replace(progress, repeats_until=0)
     if progress.first_loss is None:
         progress = replace(progress, first_loss=event.loss)
     return progress if progress.first_commit_us else replace(progress, first_commit_us=now_us)
@@ -84,8 +90,11 @@ def _troubles(task: Task, event: v.StepCommitted, *, newest: bool, calm: bool) -
     if newest and membership is not None and troubles.of_nodes:
         several = len(membership.members) > 1  # one alone proves nothing about connections
         troubles = strikes.acquit(troubles, {member.node for member in membership.members}, calm=calm and several)
-    if calm and troubles.early_ends:
-        troubles = replace(troubles, early_ends=0)
+    crashes = troubles.crashes
+    if crashes is not None and not crashes.waits and event.last >= crashes.best + CALM_ITERATIONS:
+        troubles = replace(troubles, crashes=None)
+    if troubles.deaths and event.last > task.progress.best_iteration:
+        troubles = replace(troubles, deaths={})
     if event.last > task.progress.best_iteration and (troubles.stuck or troubles.struck_below):
         below = {node: number for node, number in troubles.struck_below.items() if node}
         troubles = replace(troubles, stuck=0, struck_below=below)

@@ -140,13 +140,13 @@ def _window_passed(state: ClusterState, name: str, moment: str) -> ClusterState:
 
 
 def _empty_for_window(node: Node, name: str, window: Window) -> Node:
-    """Return the node as the window empties it; one that a person has cordoned stays theirs."""
+    """Return the node as the window empties it; a drain that a person asked for stays his."""
     cordon = node.cordon
     if cordon.active:
-        theirs = cordon.draining and not cordon.empty_by_us
+        asked_by_person = cordon.draining and not cordon.empty_by_us
         by_us = min(cordon.empty_by_us or window.from_us, window.from_us)
         sooner = replace(cordon, draining=True, empty_by_us=by_us)
-        return node if theirs or cordon.window else replace(node, cordon=sooner)
+        return node if asked_by_person or cordon.window else replace(node, cordon=sooner)
     reason = f"maintenance {name}: {window.reason}"
     # A node that is emptied already stays as it is in all else.
     by_window = replace(cordon, active=True, draining=True, reason=reason, empty_by_us=window.from_us, window=name)

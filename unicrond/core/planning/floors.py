@@ -107,9 +107,9 @@ def _best_set(claims: Sequence[tuple[int, int]], workers: int) -> frozenset[int]
         row = rows[-1].copy()
         np.maximum(row[floor:], rows[-1][: len(row) - floor] + value, out=row[floor:])
         rows.append(row)
-    at, chosen = workers // grain, set()
+    at, best = workers // grain, set()
     for i, before, after in zip(reversed(claimants), rows[-2::-1], rows[:0:-1], strict=True):
         if after[at] != before[at]:
-            chosen.add(i)
+            best.add(i)
             at -= claims[i][0] // grain
-    return frozenset(chosen)
+    return frozenset(best)

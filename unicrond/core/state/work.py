@@ -26,8 +26,11 @@ def delivered_flop(task: Task) -> int:
 
 
 def achieved_waf(task: Task, now_us: int) -> int:
-    """Return the weighted FLOP/s that the task has achieved since its first step was committed."""
-    elapsed_us = now_us - task.progress.first_commit_us
+    """Return the weighted FLOP/s that the task has achieved since its first step was committed.
+
+    Never over less time than its iterations took by their own clock: where appends have waited, many are recorded at
+    once."""
+    elapsed_us = max(now_us - task.progress.first_commit_us, task.progress.trained_us)
     if not task.progress.first_commit_us or elapsed_us <= 0:
         return 0
     return delivered_flop(task) * 1_000_000 // elapsed_us

@@ -15,27 +15,27 @@ from __future__ import annotations
 from unicrond.core.state.state import ClusterState, Task
 
 #: Stands for the owners who have no quota of their own.
-ANYBODY = "*"
+EACH_OWNER = "*"
 
 
 def over_quota(state: ClusterState) -> frozenset[str]:
     """Return the names of the active tasks whose floors exceed what is left of their owner's quota."""
     if not state.quotas:
         return frozenset()
-    left_of: dict[str, int] = {}
+    remaining: dict[str, int] = {}
     over = set()
     for task in sorted(state.active, key=lambda task: (-task.spec.priority, task.submitted_us, task.name)):
         quota = quota_of(state, task)
         if quota is None or task.spec.preemptible:
             continue
-        left = left_of.setdefault(task.owner, quota)
-        if task.spec.min_workers > left:
+        workers = remaining.setdefault(task.owner, quota)
+        if task.spec.min_workers > workers:
             over.add(task.name)
         else:
-            left_of[task.owner] = left - task.spec.min_workers
+            remaining[task.owner] = workers - task.spec.min_workers
     return frozenset(over)
 
 
 def quota_of(state: ClusterState, task: Task) -> int | None:
     """Return the quota of the task's owner, in workers; None if he has no limit."""
-    return state.quotas.get(task.owner, state.quotas.get(ANYBODY))
+    return state.quotas.get(task.owner, state.quotas.get(EACH_OWNER))

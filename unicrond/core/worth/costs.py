@@ -1,18 +1,21 @@
 """Costs: every microsecond of the failure-free cluster's work is either delivered or lost to something.
 
-    failure-free = delivered + lost to detection + lost to transition + lost to sub-health      (exactly)
+    failure-free = delivered + lost to detection, transition, repetition, sub-health    (exactly, and none negative)
 
 Rules
 -----
 * *Failure-free* runs at the healthy WAF: what the last plan would give the active tasks, were every node that
-  ever joined and has not left on purpose in health (`PlanAdopted.healthy`).
+  ever joined and has not left on purpose in health (`PlanAdopted.healthy`): what should run counts, though it waits.
+  Tasks that still run on what a newer plan takes from them can achieve more than that: then it runs at what they do.
 * *Delivered*: F(t, members) while the task's group stands. A planned change does not break the group before it:
   that one trains on up to the iteration at which all switch.
+* *Repeated*: F while the group trains iterations that had been committed before, whatever made it fall back, from the
+  first that it joins at to the newest ever committed. The time is that of the repetition: what was delivered stays.
 * *Transition*: from when an incident opens until the task's next group stands, what the task achieved before.
 * *Detection*: the time before the incident opened, back to when the fault occurred by the observer's clock, is
-  taken out of what had been counted as delivered; never from before the present group stood.
-* *Sub-health*: all the rest: fewer workers than a healthy cluster would give, starting, waiting. It can shrink
-  for a moment, while tasks still run on what a newer plan takes from them.
+  taken out of what had been counted as delivered or repeated; never from before the present group stood.
+* *Sub-health*: all the rest: fewer workers than a healthy cluster would give, starting, waiting. It is never negative:
+  what one task still has, of what a newer plan gives to another, the other does not lack.
 * Two incidents that keep one task from training charge its loss once: to the first. An incident that takes over
   others takes their charges over.
 * *Failures of hardware* are counted, not those of programs, and the newer weigh more: at each day's end (log time) the
@@ -48,11 +51,9 @@ MILLION = 1_000_000
 _DAY_WEIGHT = 905_724
 _DAYS_MAX = 400
 #: Errors that a program makes.
-_PROGRAM_KINDS = frozenset(("exception", "nan_loss", "data_error", "left_early", "out_of_memory"))
 #: Events that change no rate, most of the log among them: nothing to add up.
 _FREE = frozenset(
     (
-        v.StepCommitted,
         v.CheckpointSaved,
         v.SaveFailed,
         v.StartWorker,
@@ -73,20 +74,22 @@ class Costs(NamedTuple):
     delivered_flop: int
     detection_flop: int
     transition_flop: int
+    repeated_flop: int
     sub_health_flop: int
 
 
 def costs_at(state: ClusterState, now_us: int) -> Costs:
     """Return the cluster's costs from its first plan to `now_us` (log time; the state's own time if that is later)."""
     ledger = settle(state.ledger, max(now_us, state.now_us))
-    parts = (ledger.failure_free, ledger.delivered, ledger.detection, ledger.transition)
-    free, delivered, detection, transition = (int(part) // _SECOND_US for part in parts)
+    parts = (ledger.failure_free, ledger.delivered, ledger.detection, ledger.transition, ledger.repeated)
+    free, delivered, detection, transition, repeated = (int(part) // _SECOND_US for part in parts)
     return Costs(
         failure_free_flop=free,
         delivered_flop=delivered,
         detection_flop=detection,
         transition_flop=transition,
-        sub_health_flop=free - delivered - detection - transition,
+        repeated_flop=repeated,
+        sub_health_flop=free - delivered - detection - transition - repeated,
     )
 
 
@@ -98,8 +101,7 @@ def charge_of(state: ClusterState, incident: str) -> tuple[float, float]:
 
 def sub_health_flops(state: ClusterState) -> int:
     """Return by how much the tasks that stand achieve less than the healthy cluster would, weighted FLOP/s."""
-    achieved = sum(account.rate + account.had for account in state.ledger.accounts.values())
-    return max(0, state.ledger.healthy - achieved)
+    return state.ledger.failure_free_rate - state.ledger.achieved
 
 
 def settle(ledger: Ledger, now_us: int) -> Ledger:
@@ -108,9 +110,10 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
     if lasted_us <= 0:
         return ledger
     accounts = ledger.accounts.values()
-    delivered = sum(account.rate for account in accounts) * lasted_us
+    delivered = sum(account.rate for account in accounts if not account.repeats) * lasted_us
+    repeated = sum(account.rate for account in accounts if account.repeats) * lasted_us
     in_transition = sum(account.had for account in accounts) * lasted_us
-    free = ledger.healthy * lasted_us
+    free = ledger.failure_free_rate * lasted_us
     charges = ledger.charges
     for account in accounts:
         if account.had:
@@ -121,7 +124,8 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
         failure_free=plus(ledger.failure_free, free),
         delivered=plus(ledger.delivered, delivered),
         transition=plus(ledger.transition, in_transition),
-        sub_health=plus(ledger.sub_health, free - delivered - in_transition),
+        repeated=plus(ledger.repeated, repeated) if repeated else ledger.repeated,
+        sub_health=plus(ledger.sub_health, free - delivered - repeated - in_transition),
         charges=charges,
         exposed_us=ledger.exposed_us + sum(account.workers for account in accounts) * lasted_us,
         **_recent(ledger, now_us, sum(account.workers for account in accounts)),
@@ -151,6 +155,8 @@ def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> 
     """Return `after`, into which the event has led from `before`, with its ledger carried on; the same object where no
     rate has changed."""
     if type(event) in _FREE or (isinstance(event, v.WorkerJoinedGroup) and not _completes(after, event)):
+        return after
+    if isinstance(event, v.StepCommitted) and _repeats(before, event.task) == _repeats(after, event.task):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
         return after
@@ -194,13 +200,13 @@ def _failures(before: ClusterState, event: v.AnyEvent) -> int:
 
 
 def is_hardware_failure(incident: Incident) -> bool:
-    """Return whether the incident took a process or a node, and no program is known to have done it.
+    """Return whether the incident took a process or a node, and its program is not known to have done it."""
+    return incident.severity < Severity.SEV3 and not incident.is_program_fault
 
-    A process that is killed, hangs, or loses its node says nothing against its program; one that raises, leaves early,
-    computes no finite loss, or ends by an exit code of its own does.
-    """
-    is_exit = incident.kind in ("process_exit", "start_failed") and "exit code" in incident.message
-    return incident.severity < Severity.SEV3 and incident.kind not in _PROGRAM_KINDS and not is_exit
+
+def _repeats(state: ClusterState, task: str) -> bool:
+    """Return whether the task trains again what had been committed before."""
+    return task in state.tasks and bool(state.tasks[task].progress.repeats_until)
 
 
 def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:
@@ -222,6 +228,7 @@ def _account(
             return replace(old, incident=incident.id)
         return Account(
             had=old.rate,
+            had_repeats=old.repeats,
             had_since_us=old.since_us,
             lost_from_us=state.now_us,
             incident=incident.id,
@@ -229,9 +236,10 @@ def _account(
     if is_unchanged and not old.incident:
         return old
     rate, workers = _rate(task, old, linear)
-    if rate == old.rate and not old.incident:
+    repeats = task.progress.repeats_for if workers and task.progress.repeats_until else ""
+    if rate == old.rate and repeats == old.repeats and not old.incident:
         return old if workers == old.workers else replace(old, workers=workers)
-    return Account(rate=rate, since_us=state.now_us, workers=workers)
+    return Account(rate=rate, since_us=state.now_us, workers=workers, repeats=repeats)
 
 
 def _kept_from_training_by(state: ClusterState, task: Task) -> Incident | None:
@@ -293,7 +301,7 @@ def _hand_over(ledger: Ledger, before: ClusterState, after: ClusterState) -> Led
 
 
 def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
-    """Move what a task had achieved since its fault occurred from delivered to detection."""
+    """Move what a task had achieved since its fault occurred, delivered or repeated, to detection."""
     for name, account in ledger.accounts.items():
         if not account.had:
             continue
@@ -304,9 +312,10 @@ def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
         if from_us >= account.lost_from_us:
             continue
         work = account.had * (account.lost_from_us - from_us)
+        source = "repeated" if account.had_repeats else "delivered"
         ledger = replace(
             ledger,
-            delivered=plus(ledger.delivered, -work),
+            **{source: plus(getattr(ledger, source), -work)},
             detection=plus(ledger.detection, work),
             charges=_charged(ledger.charges, account.incident, detection=work),
             accounts=ledger.accounts | {name: replace(account, lost_from_us=from_us)},

@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from math import log2
 from statistics import median_low
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -201,6 +201,11 @@ def linear_flops(state: ClusterState) -> int:
     """Return FLOP/s of one worker of a task of which nothing is known."""
     rates = [flops for task in state.tasks.values() if (flops := _per_worker(task))]
     return max(1, median_low(rates)) if rates else LINEAR_FLOPS
+
+
+def waf_unit(state: ClusterState) -> Literal["FLOP/s", "weighted workers"]:
+    """Return what WAF is in: weighted workers, of LINEAR_FLOPS each, until the throughput of any task is known."""
+    return "FLOP/s" if any(_per_worker(task) for task in state.tasks.values()) else "weighted workers"
 
 
 def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> int:

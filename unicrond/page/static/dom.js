@@ -42,15 +42,10 @@ export function si(value, unit = "") {
   return `${Number(value.toPrecision(3))} ${unit}`.trim();
 }
 
-/** What a plan that gives tasks so many workers is worth: in weighted workers where it was made before any T was known. */
-export function worth(view, waf, workers) {
-  const tasks = Object.entries(workers).map(([name, count]) => [view.tasks.find((task) => task.name === name), count]).filter(([task]) => task);
-  const nominal = tasks.reduce((sum, [task, count]) => sum + Math.trunc(task.weight * count * view.linear_flops), 0);
-  if (waf && waf === nominal && !tasks.some(([task]) => task.has_throughput)) return `${Number((waf / view.linear_flops).toPrecision(3))} weighted workers`;
-  return si(waf, "FLOP/s");
+/** A WAF in the one unit of all the page: weighted workers until the throughput of any task is known. */
+export function worth(view, waf, unit = view.waf_unit) {
+  return unit === "FLOP/s" ? si(waf, unit) : `${Number((waf / view.linear_flops).toPrecision(3))} ${unit}`;
 }
-
-export const workersOf = (tasks) => Object.fromEntries(tasks.map((one) => [one.task, one.workers]));
 
 export const percent = (share, digits = 2) => (share === null || share === undefined ? "-" : `${(100 * share).toFixed(digits)} %`);
 

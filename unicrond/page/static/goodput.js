@@ -2,7 +2,7 @@
 
 import { h, moment, peak, peakField, percent, show, si, span, table } from "./dom.js";
 
-const COLOUR = { goodput: "#009e73", detection: "#cc79a7", transition: "#d55e00", "sub-health": "#e69f00", free: "#0072b2" };
+const COLOUR = { goodput: "#009e73", detection: "#cc79a7", transition: "#d55e00", repeated: "#8c6bb1", "sub-health": "#e69f00", free: "#0072b2" };
 
 const SPANS = [["since the log began", 0], ["in the last hour", 3600], ["in the last 24 hours", 86400], ["in the last 7 days", 604800]];
 
@@ -61,6 +61,6 @@ function row(name, from, share, colour, text) {
 }
 
 function bars(parts, of) {
-  const colour = (what) => COLOUR[what.split(":")[0]] ?? { productive: COLOUR.goodput }[what] ?? COLOUR["sub-health"];
+  const colour = (what) => COLOUR[what.split(":")[0]] ?? { productive: COLOUR.goodput, repeating: COLOUR.repeated }[what] ?? COLOUR["sub-health"];
   return h("div", { class: "fall" }, parts.map(([what, us, text]) => row(what, 0, us / of, colour(what), text)));
 }

@@ -1,7 +1,7 @@
 // The frame: tabs, keys, health, the time slider of a replay; each view is a module of its own.
 
 import { Source } from "./source.js";
-import { clock, h, moment, show, workersOf, worth } from "./dom.js";
+import { clock, h, moment, show, worth } from "./dom.js";
 import { askToken } from "./acting.js";
 import { Cluster } from "./cluster.js";
 import { Tasks } from "./tasks.js";
@@ -29,6 +29,7 @@ function goTo() {
   document.title = `${name} - unicrond`;
   show(document.getElementById("tabs"), Object.keys(VIEWS).map((one, number) =>
     h("a", { href: `#${one}`, "aria-current": one === name && "page", title: `key ${number + 1}` }, one)));
+  document.getElementById("alarms").hidden = name === "cluster"; // which lists them
   views[name].opened?.(about);
   draw();
 }
@@ -43,7 +44,7 @@ function drawHealth() {
   const status = replay ? `replay of ${replay.name}` : source.connected ? health.status : `no connection (${source.why || "trying"})`;
   const leader = health.status === "standby" && source.connected && !replay ? ` (${health.heads?.leader?.process ?? "no head"} leads)` : "";
   show(element, h("span", { class: well ? "good" : leader ? "warn" : "bad" }, `${status}${leader}`),
-    ` · term ${view.term} · entry ${view.seq}, ${moment(view.now_us)} · plan ${view.plan.epoch}, WAF ${worth(view, view.plan.waf, workersOf(view.plan.tasks))}`);
+    ` · term ${view.term} · entry ${view.seq}, ${moment(view.now_us)} · plan ${view.plan.epoch}, WAF ${worth(view, view.plan.waf)}`);
   show(document.getElementById("alarms"), (health.trouble ? [health.trouble] : []).concat(health.alarms ?? []).map((text) => h("div", {}, text)));
 }
 

@@ -1,6 +1,6 @@
 // Tasks: how fast, how far, on how many workers; with the course of loss, step time and workers as far as entries are here.
 
-import { STATUS, colourOf, h, peak, peakField, percent, show, si, span, svg, table } from "./dom.js";
+import { STATUS, colourOf, h, peak, peakField, percent, show, si, span, svg, table, worth } from "./dom.js";
 import { taskButtons } from "./acting.js";
 
 const POINTS = 300;
@@ -27,7 +27,7 @@ export class Tasks {
         h("span", {}, h("i", { class: "box", style: { background: colourOf(at) } }), h("a", { href: `#ranks/${encodeURIComponent(task.name)}` }, task.name)),
         h("span", { class: STATUS[task.status] }, task.status, task.status === "active" && !task.whole && h("span", { class: "warn" }, task.workers ? " (regrouping)" : " (no workers)")),
         `${task.workers} of ${task.min_workers}..${task.max_workers}`, `${task.iteration} / ${task.iterations} (${percent(task.iteration / task.iterations, 1)})`,
-        task.loss === null ? "-" : task.loss.toFixed(4), task.step_us ? span(task.step_us) : "-", si(task.tokens_per_s), si(task.flops, "FLOP/s"), task.flops && peak() ? percent(task.flops / task.workers / (peak() * 1e12), 1) : "-", si(task.waf, "FLOP/s"),
+        task.loss === null ? "-" : task.loss.toFixed(4), task.step_us ? span(task.step_us) : "-", si(task.tokens_per_s), si(task.flops, "FLOP/s"), task.flops && peak() ? percent(task.flops / task.workers / (peak() * 1e12), 1) : "-", worth(view, task.waf),
         task.eta_us === null ? "-" : span(task.eta_us), `${task.layout}, dp ${task.workers / (task.tp * task.pp)}`, ...(types ? [task.gpu || "-"] : [])])) : h("p", {}, "No task yet: unicronctl submit examples/big.yaml"),
     view.tasks.map((task, at) => this.course(task, at)));
   }

@@ -5,6 +5,8 @@
                                            what stands behind it, always 200. No token needed
     GET  /v1/view, /v1/ranks/TASK          what the page shows, and what the token may
     GET  /v1/events?after=SEQ[&until=SEQ][&follow=1]   server-sent events
+    GET  /v1/story?since_us=T|last_s=S     what happened in the cluster since then (views/accounts.py)
+    GET  /v1/story/KIND/NAME               what became of a node, a task, an incident or a plan
     GET  /v1/skips                         the entries that every reader passes over: {SEQ: why}
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
@@ -48,7 +50,6 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from unicrond.core.nodes import node_removal as forgetting
-from unicrond.core.planning.problem import ProblemError
 from unicrond.core.rules.fault_targets import FaultOrder, OrderRefused, injection_request
 from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem, update_problem
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
@@ -83,9 +84,10 @@ from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tokens import FULL_GRANT, Grant, Scope
 from unicrond.service.api.access import Access, AccessDenied
 from unicrond.service.api.event_log_api import LogApi
-from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of, number_in
+from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
 from unicrond.service.api.page_api import PageApi
+from unicrond.service.api.plan_api import PlanApi
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import (
@@ -99,9 +101,6 @@ from unicrond.service.api.request_bodies import (
 )
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.views import what_if
-from unicrond.views.plan_preview import table_json
-from unicrond.views.spares import DAY_S, spares
 
 _REASON = "requested by an operator"
 #: The paths that need the whole state: they are refused until the log is folded.
@@ -114,6 +113,7 @@ _STATE_PATHS = (
     "/v1/goodput",
     "/v1/view",
     "/v1/ranks/",
+    "/v1/story",
 )
 #: The grant of the request that is being handled.
 _caller: ContextVar[Grant] = ContextVar("who", default=FULL_GRANT)
@@ -174,11 +174,9 @@ class Api:
                 web.post("/v1/nodes/{node}/enroll", self.enroll),
                 web.post("/v1/nodes/{node}/revoke", self.revoke),
                 web.post("/v1/faults", self.inject),
-                web.get("/v1/plan/table", self.plan_table),
-                web.get("/v1/plan/spares", self.plan_spares),
-                web.post("/v1/plan/whatif", self.plan_whatif),
                 *self._log_api.routes(),
                 *self._looking.routes(),
+                *PlanApi(self._config.policy, self._coordinator).routes(),
             ]
         )
         return app
@@ -266,34 +264,6 @@ class Api:
         public_state = redact_state(to_json(state), mask_of(state))
         body = {"digest": digest(state), "state": public_state, **derived_values(state, now_us)}
         return answer({**body, "worker_mtbf_s": mtbf_s, "outbox_backlog": self._outbox_backlog()})
-
-    async def plan_table(self, _: web.Request) -> web.Response:
-        """Answer with the one-step table: a row for each event that may come next. 503 while there is none."""
-        foresight, epoch = self._coordinator.foresight, self._coordinator.state.plan.epoch
-        table = foresight.table
-        if table is None or foresight.epoch != epoch:
-            return error(503, f"table: plan {epoch} has no table yet; try again in a moment")
-        return answer({"epoch": epoch, **await asyncio.to_thread(table_json, table)})
-
-    async def plan_whatif(self, request: web.Request) -> web.Response:
-        """Answer with the plan that would be adopted if the cluster were as the body says (`ClusterChanges`)."""
-        body, state, policy = await json_of(request), self._coordinator.state, self._config.policy
-        try:
-            outcome = await asyncio.to_thread(what_if.what_if, state, policy, what_if.changes_of(body))
-        except (what_if.WhatIfError, ProblemError) as wrong:
-            return error(400, str(wrong))
-        return answer(what_if.answer(state, outcome))
-
-    async def plan_spares(self, request: web.Request) -> web.Response:
-        """Answer with what the cluster would achieve with some nodes kept back. A failed node is away for `repair_s` (a
-        day); a worker fails once in `mtbf_s` (default: as measured)."""
-        repair_s, mtbf_s = number_in(request, "repair_s"), number_in(request, "mtbf_s")
-        state, policy = self._coordinator.state, self._config.policy
-        try:
-            report = await asyncio.to_thread(spares, state, policy, repair_s or DAY_S, mtbf_s or 0)
-        except ValueError as wrong:
-            return error(400, str(wrong))
-        return answer(report)
 
     async def submit(self, request: web.Request) -> web.Response:
         """Accept a new task. 400 says which field is wrong; 409 that the name is in use."""

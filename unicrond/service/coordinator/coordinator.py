@@ -37,13 +37,7 @@ from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.event_log import BeatLog, EventLog, Fence, Fenced, LogError
-from unicrond.events.vocabulary import (
-    AnyEvent,
-    CheckNode,
-    CoordinatorStarted,
-    DeadlineExpired,
-    StepCommitted,
-)
+from unicrond.events.vocabulary import AnyEvent, CheckNode, CoordinatorStarted, DeadlineExpired, StepCommitted
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered, since, told_version
 from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
