@@ -241,7 +241,9 @@ def test_failures_of_programs_enter_no_rate() -> None:
         if host is not None:
             cluster.kill_worker(host, worker)
         cluster.run()
-    assert any(incident.kind == "exception" for incident in cluster.state.closed_incidents)
+    assert any(
+        incident.kind == "exception" and incident.is_program_fault for incident in cluster.state.closed_incidents
+    )
     assert cluster.state.ledger.failures == cluster.state.ledger.recent_failures == 0
 
 
