@@ -204,6 +204,11 @@ def is_hardware_failure(incident: Incident) -> bool:
     return incident.severity < Severity.SEV3 and not incident.is_program_fault
 
 
+def _repeats(state: ClusterState, task: str) -> bool:
+    """Return whether the task trains again what had been committed before."""
+    return task in state.tasks and bool(state.tasks[task].progress.repeats_until)
+
+
 def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:
     """Return whether the join changes what trains: before the last one, the previous group trains on, or none does."""
     task = state.tasks.get(event.task)
