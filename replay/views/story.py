@@ -329,8 +329,10 @@ class Story(View):
 
 
 def _lost_work(incident: Incident) -> str:
-    count = incident.micro_batches_lost
-    return f" {count} finished ones were thrown away with the last replica," if count else ""
+    count, iterations = incident.micro_batches_lost, incident.iterations_lost
+    discarded = f" {count} finished ones were thrown away with the last replica," if count else ""
+    again = f" {iterations} iterations were trained again (state from {incident.state_from})," if iterations else ""
+    return discarded + again
 
 
 def _after(lives: list[IncidentLife]) -> str:

@@ -84,6 +84,8 @@ TASK_FIELDS: tuple[str, ...] = (
     "turn.turn_over_us",
     "pace.gpu",
     "pace.on_gpus",
+    "owner",
+    "updated_us",
     "progress.trained_us",
     "progress.iterations_repeated",
     "progress.repeats_until",
