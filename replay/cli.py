@@ -142,9 +142,10 @@ def _explain(commands: Commands) -> None:
         commands,
         "story",
         "views.commands:story_command",
-        "tell what became of a node, a task, an incident or a plan, and why",
-        option("kind", "KIND", "node, task, incident or plan", type=kind_among(KINDS)),
-        option("name", "NAME", "its name, the incident's id, or the plan's epoch"),
+        "tell what became of a node, a task, an incident or a plan, and why; without KIND, of the cluster",
+        option("kind", "KIND", "node, task, incident or plan", type=kind_among(KINDS), nargs="?"),
+        option("name", "NAME", "its name, the incident's id, or the plan's epoch", nargs="?"),
+        shared("--since", "8h: before the end (8h); of the cluster's"),
         _UNTIL,
     )
     command(

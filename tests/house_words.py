@@ -49,7 +49,7 @@ VERBS = frozenset(
     migrate mint mirror mock modify mount move multiply mutate name negotiate nest normalize note notify number
     observe obtain occupy offer omit open operate order override own pack pad page paint park parse partition
     pass patch pause perform permit pick pin place plan play plot point poll pool pop populate post predict
-    preload prepare present preserve price print process produce project promise propose protect prove provide
+    preload prepare present preserve price print process produce project probe promise propose protect prove provide
     prune publish pull purge push put quantise queue quit quote race raise rank reach read readmit reap rearm
     reason rebase rebuild receive recognise recompute reconcile reconnect record recover recycle redirect reduce
     refer refill reflect refresh refuse register regroup rehash reject relay release reload relocate remember

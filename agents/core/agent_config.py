@@ -40,6 +40,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     users: tuple[Identity, ...] = ()
     #: The type of the node's GPUs; "": unknown.
     gpu: Gpu = ""
+    #: Where this agent answers probes of its links (link_probe.py); 0: nowhere.
+    probe_port: int = 0
 
     def user_of(self, spec: TaskSpec) -> Identity | None:
         """Return the user that the task runs as; None means the agent's own user, or (users.refusal) that it may not

@@ -42,6 +42,7 @@ from unicrond.events.vocabulary import (
     MembershipPart,
     NodeChecked,
     PeersDecided,
+    ProbeLinks,
     StartWorker,
     StartWorkers,
     StopWorker,
@@ -78,7 +79,9 @@ def commanded(transition: Transition, delivery: Commanded) -> None:  # noqa: C90
     if fence > transition.memory.fence:
         transition.remember(fence=fence)
     match command:
-        case StartWorker() | InjectFault() | CheckNode() if delivery.age_s > transition.config.start_max_age_s:
+        case StartWorker() | InjectFault() | CheckNode() | ProbeLinks() if (
+            delivery.age_s > transition.config.start_max_age_s
+        ):
             transition.answer(
                 order,
                 f"stale: commanded {delivery.age_s:.0f} s ago, this node acts within "
@@ -93,6 +96,9 @@ def commanded(transition: Transition, delivery: Commanded) -> None:  # noqa: C90
             inject(transition, fault, order)
         case CheckNode():
             check(transition, command, order)
+        case ProbeLinks():
+            transition.actions.append(command)
+            transition.answer(order)
         case LeaveCluster():
             leave(transition, command, order)
         case DropState(task=task):

@@ -53,6 +53,7 @@ def join(transition: Transition) -> None:
             users=tuple(user.name for user in config.users),
             since_boot=transition.memory.since_boot,
             gpu=config.gpu,
+            probe_port=config.probe_port,
         )
     )
     if transition.state.machine is not None:

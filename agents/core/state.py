@@ -20,10 +20,12 @@ from unicrond.events.vocabulary import (
     ErrorKind,
     ExitCause,
     Fault,
+    LinksProbed,
     MachineHold,
     MemoryService,
     Name,
     Observation,
+    ProbeLinks,
     RepairNeed,
     SnapshotStored,
     StartWorker,
@@ -345,7 +347,7 @@ class HandOver(_StateStruct, frozen=True, kw_only=True):
 Input: TypeAlias = (
     Commanded | LogDecision | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied
     | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked
-    | Unreadable | Drain | LeaveNow | HandOver
+    | LinksProbed | Unreadable | Drain | LeaveNow | HandOver
 )  # fmt: skip
 
 
@@ -420,5 +422,5 @@ class Finish(_StateStruct, frozen=True, kw_only=True):
 
 Action: TypeAlias = (
     Append | TellWorker | TellForkServer | ArmTimer | CopyState | InjectIntoNode | RunCheck | Disconnect | ForgetLog
-    | Finish
+    | ProbeLinks | Finish
 )  # fmt: skip

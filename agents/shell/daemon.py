@@ -37,6 +37,7 @@ from unicrond.agents.core.state import (
     RunCheck,
     StateHeld,
 )
+from unicrond.agents.health.link_probe import LinkProber
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
     FromForkServer,
@@ -62,7 +63,7 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.vocabulary import ExitCause, NodeJoined, SnapshotStored, WorkerId
+from unicrond.events.vocabulary import ExitCause, NodeJoined, ProbeLinks, SnapshotStored, WorkerId
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
@@ -92,6 +93,7 @@ class Agent(Shell):
             options, run_dir, credentials, ask=self._processes.tell_fork_server, on_copy=self._copy_stored
         )
         self._health = HealthKeeper(self, options, run_dir, driver, self._processes)
+        self._prober = LinkProber(options.node, options.address, self.feed)
         self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
         queries = NodeQueries(self, run_dir, self._processes, self._health)
         self._log = EventLogKeeper(self, options, run_dir, self._departure, queries)
@@ -116,10 +118,10 @@ class Agent(Shell):
         self._departure.heed_signals()
         await self._processes.start()
         probes = await probe.serve(self._run_dir.probe_socket, self.condition)
+        config = msgspec.structs.replace(self.state.config, probe_port=await self._prober.serve())
         if service := self._memory.serve():
-            self.state = msgspec.structs.replace(
-                self.state, config=msgspec.structs.replace(self.state.config, memory=service)
-            )
+            config = msgspec.structs.replace(config, memory=service)
+        self.state = msgspec.structs.replace(self.state, config=config)
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
         linking = asyncio.create_task(self._processes.keep_fork_server(), name="fork-link")
         serving = asyncio.create_task(self._log.run(), name="nats")
@@ -154,6 +156,7 @@ class Agent(Shell):
             await self._memory.close()
             self.close()
             await self._health.close()
+            await self._prober.close()
             self._departure.ignore_signals()
         return self._departure.exit_code()
 
@@ -219,6 +222,10 @@ class Agent(Shell):
     def check(self, order: RunCheck) -> None:
         """Check the node's health, and feed Checked."""
         self._health.check(order)
+
+    def probe(self, order: ProbeLinks) -> None:
+        """Probe the links to other nodes, and feed LinksProbed."""
+        self._prober.probe(order)
 
     def disconnect(self, worker: WorkerId, reason: str) -> None:
         """Close a worker's connection."""

@@ -53,6 +53,7 @@ from unicrond.events.vocabulary import (
     Command,
     Heartbeat,
     NodeJoined,
+    ProbeLinks,
     SnapshotStored,
     StartWorker,
     StartWorkers,
@@ -113,6 +114,10 @@ class Shell(ABC):
     @abstractmethod
     def check(self, order: RunCheck) -> None:
         """Check the node's health, and feed Checked."""
+
+    @abstractmethod
+    def probe(self, order: ProbeLinks) -> None:
+        """Probe the links to other nodes, and feed LinksProbed."""
 
     @abstractmethod
     def disconnect(self, worker: WorkerId, reason: str) -> None:
@@ -184,6 +189,8 @@ class Shell(ABC):
                 self.inject_into_node(action)
             case RunCheck():
                 self.check(action)
+            case ProbeLinks():
+                self.probe(action)
             case Disconnect(worker=worker, reason=reason):
                 self.disconnect(worker, reason)
             case ForgetLog():

@@ -37,6 +37,9 @@ from unicrond.events.vocabulary.field_types import (
     RepairNeed, SERIAL_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
     WORKERS_MAX, WorkerId, WorkerOrNone,
 )
+from unicrond.events.vocabulary.links import (
+    LinkCondition, LinkProbe, LinksProbed, ProbeLinks, ProbedPeer, WorkersWithdrawn,
+)
 from unicrond.events.vocabulary.memberships import (
     Member, MembershipDecided, MembershipPart, PeersDecided, PeersRemembered, SeatRun, workers_in,
 )
@@ -81,12 +84,14 @@ __all__ = [
     "DegradationObserved", "DrainStarted", "DropState", "EntrySkipped", "ErrorKind", "ErrorReported", "Event",
     "Evidence", "ExitCause", "Factor", "FailureRateEstimated", "Fault", "FaultKind", "FaultPhase", "FirstIteration",
     "ForgetRequested", "Gpu", "GpuSpec", "HangSuspected", "Heartbeat", "IncidentEscalated", "InjectFault",
-    "InjectionRequested", "LayoutSpec", "LearningRate", "LeaveCluster", "LongText", "MachineHold",
+    "InjectionRequested", "LayoutSpec", "LearningRate", "LeaveCluster", "LinkCondition", "LinkProbe",
+    "LinksProbed", "LongText", "MachineHold",
     "MachineReported", "MaintenanceCancelled", "MaintenancePlanned", "Member", "MembershipDecided",
     "MembershipPart", "MemoryService", "Micros", "ModelSpec", "Name", "NodeChecked", "NodeCordoned", "NodeEnrolled",
     "NodeForgotten", "NodeIsolated", "NodeJoined", "NodeLeaving", "NodeLeft", "NodeLost", "NodeReadmitted",
     "NodeReturned", "NodeRevoked", "NodeRun", "NodeUncordoned", "Observation", "OptimizerSpec", "PeersDecided",
-    "PeersRemembered", "Phase", "PlacedObservation", "PlanAdopted", "PlanMethod", "Positive", "PublicKey",
+    "PeersRemembered", "Phase", "PlacedObservation", "PlanAdopted", "PlanMethod", "Positive",
+    "ProbeLinks", "ProbedPeer", "PublicKey",
     "RepairEnded", "RepairNeed", "Request", "ReshapeRequested", "RunningWorker", "SamplesDigest", "SaveFailed",
     "Saver", "SeatRun", "Serial", "SeverityLevel", "SnapshotStored", "SomeWorkers", "Start", "StartWorker",
     "StartWorkers", "StateLoaded", "StateSource", "StepCommitted", "StopRequested", "StopWorker", "StoreAddress",
@@ -94,7 +99,7 @@ __all__ = [
     "TaskFailed", "TaskReshaped", "TaskSpec", "TaskSubmitted", "TaskUpdated",
     "Text", "ThroughputCorrected", "TransitionCompleted",
     "Value", "WorkerBusy", "WorkerExited", "WorkerId", "WorkerJoinedGroup", "WorkerObservation", "WorkerOrNone",
-    "WorkerPaused", "WorkerReady", "WorkerStarted", "WorkerWaiting", "workers_in",
+    "WorkerPaused", "WorkerReady", "WorkerStarted", "WorkerWaiting", "WorkersWithdrawn", "workers_in",
 ]  # fmt: skip
 
 AnyRequest: TypeAlias = (
@@ -108,15 +113,17 @@ AnyObservation: TypeAlias = (
     | HangSuspected | WorkerBusy | WorkerWaiting | StopRequested
     | DegradationObserved | StragglerObserved | StragglerRecovered
     | CorruptionSuspected | AcceleratorReported | SnapshotStored | StateLoaded
-    | PeersRemembered | NodeChecked
+    | PeersRemembered | NodeChecked | LinksProbed
     | CommandApplied | CommandFailed | AnyRequest | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
     | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
-    | MembershipDecided | PeersDecided | TaskReshaped | TaskFailed
+    | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
-AnyCommand: TypeAlias = StartWorker | StartWorkers | StopWorker | DropState | InjectFault | CheckNode | LeaveCluster
+AnyCommand: TypeAlias = (
+    StartWorker | StartWorkers | StopWorker | DropState | InjectFault | CheckNode | ProbeLinks | LeaveCluster
+)  # fmt: skip
 AnyEvent: TypeAlias = AnyObservation | AnyDecision | AnyCommand

@@ -61,7 +61,7 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
 
     `users`: those that tasks may run as, the first where a task names none; empty: all tasks run as the agent's own.
     `since_boot`: the first agent of its run directory; commands for earlier agents are void. 0: not known. `gpu`: the
-    type of its GPUs; "": not known.
+    type of its GPUs; "": not known. `probe_port`: where the agent answers probes of its links; 0: nowhere.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -77,6 +77,7 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     users: tuple[User, ...] = ()
     since_boot: Boot = 0
     gpu: Gpu = ""
+    probe_port: Port = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""

@@ -44,3 +44,10 @@ def guess(word: str, choices: Sequence[str], otherwise: str = "") -> str:
     from."""
     matches = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {matches[0]}?" if matches else otherwise or f"choose from {', '.join(choices)}"
+
+
+def clean(text: str) -> str:
+    """Return `text` on one line, without control characters."""
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(text.split())

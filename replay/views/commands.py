@@ -10,13 +10,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
+
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState
+from unicrond.ctl.stories import require_story_words
 from unicrond.display.event_lines import entry_json
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain
 from unicrond.events.cli.command_line import UsageError, login_of
-from unicrond.events.log.point import Point
+from unicrond.events.log.point import AtTime, Point
 from unicrond.events.vocabulary.phrases import guess
 from unicrond.events.wire.selection import Selection
 from unicrond.replay.reading.export import Export
@@ -34,7 +37,7 @@ from unicrond.replay.reading.opening import (
 from unicrond.replay.reading.progress import show, with_bar
 from unicrond.replay.reading.source import LogChunk, mask_entries, read
 from unicrond.replay.views.report import digest_json, entry_line, state_json, state_page, when
-from unicrond.replay.views.story import Index, NoSuchSubject, Story
+from unicrond.views.accounts import DEFAULT_LAST_S, Accounts, NoSuchSubject, Subject
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
 from unicrond.views.table import VIEWS
@@ -125,19 +128,24 @@ def _require_export(path: Path, *, replace: bool) -> None:
 
 
 async def story_command(options: argparse.Namespace) -> int:
-    """Read the log twice, first for the subjects and then for the story, and print it."""
+    """Read the log, and print the account of one subject, or without one that of the cluster."""
+    require_story_words(options)
+    subject = Subject(options.kind or "cluster", options.name or "")
+    accounts = Accounts(subject)
     async with open_source(options) as source:
-        index, until = Index(), await resolve(source, options.until)
-        await show(source, index, "looking", until=until)
-        require_reached(options.until, index.state.seq)
-        try:
-            subject = index.subject(options.kind, options.name)
-        except NoSuchSubject as error:
-            raise UsageError(f"NAME: {error.args[0]}") from None
-        story = Story(subject, index)
-        await show(source, story, "telling", until=until)
-    page = story.page()
-    say(as_json({"kind": subject.kind, "name": subject.name, "story": page.splitlines()}) if options.json else page)
+        since = await resolve(source, options.since)
+        until = await resolve(source, options.until)
+        state = await show(source, accounts, "looking", until=until)
+    require_reached(options.until, state.seq)
+    try:
+        if subject.kind == "cluster":
+            shift_us = state.now_us - DEFAULT_LAST_S * 1_000_000
+            story = accounts.cluster_story(since.time_us if isinstance(since, AtTime) else max(0, shift_us))
+        else:
+            story = accounts.story(*subject)
+    except NoSuchSubject as error:
+        raise UsageError(f"NAME: {error.args[0]}") from None
+    say(as_json(msgspec.to_builtins(story)) if options.json else "\n".join(story.lines))
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
-from unicrond.display.tables import clean
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.replay.reading.opening import as_json, file_source, fold_to, open_source, say
 from unicrond.replay.reading.source import Source, entries_of
 from unicrond.replay.views.difference import differences, lines

@@ -22,7 +22,9 @@ from unicrond.replay.reading.progress import show
 from unicrond.replay.views.moments import Moment, Moments
 from unicrond.service.api.http_parts import is_from_elsewhere
 from unicrond.service.api.redaction import Discretion
+from unicrond.views.accounts import DEFAULT_LAST_S, KINDS, Accounts, NoSuchSubject
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
+from unicrond.views.view import feed_all
 from unicrond.views.what_if import WhatIfError, answer, changes_of, what_if
 
 #: Entries that go out together.
@@ -36,6 +38,7 @@ class PageServer:
         self._moments = moments
         self._name = name
         self._redactor = Discretion()
+        self._accounts, self._turn = Accounts(lines_max=0), asyncio.Lock()
         for entry in moments.entries:
             self._redactor.see(entry)
 
@@ -49,6 +52,8 @@ class PageServer:
                 web.get("/v1/events", self.events),
                 web.get("/v1/goodput", self.goodput),
                 web.get("/v1/ranks/{task}", self.ranks),
+                web.get("/v1/story", self.cluster_story),
+                web.get("/v1/story/{kind}/{name}", self.story),
                 web.post("/v1/plan/whatif", self.whatif),
             ]
         )
@@ -107,6 +112,33 @@ class PageServer:
         return (
             _json(ranks_of(task, self._redactor.text)) if task else _json({"error": "the task was not there yet"}, 404)
         )
+
+    async def story(self, request: web.Request) -> web.Response:
+        """Return the account of one subject at the moment; 404 where there was none of that name yet."""
+        kind, name = (request.match_info[field] for field in ("kind", "name"))
+        accounts = await self._accounts_at(request)
+        if kind not in KINDS:
+            return _json({"error": f"kind: none of {', '.join(KINDS)}"}, 404)
+        try:
+            return _json(self._redactor.plain(accounts.story(kind, name)))
+        except NoSuchSubject as unknown:
+            return _json({"error": self._redactor.text(str(unknown))}, 404)
+
+    async def cluster_story(self, request: web.Request) -> web.Response:
+        """Return the account of the cluster at the moment, of the last `last_s` seconds before it."""
+        accounts = await self._accounts_at(request)
+        last_us = (_number(request, "last_s") or DEFAULT_LAST_S) * 1_000_000
+        return _json(self._redactor.plain(accounts.cluster_story(max(0, accounts.state.now_us - last_us))))
+
+    async def _accounts_at(self, request: web.Request) -> Accounts:
+        """Return the accounts at the moment: read on from those of the last request, or from the beginning."""
+        seq = self._at(request).state.seq
+        async with self._turn:
+            if self._accounts.state.seq > seq:
+                self._accounts = Accounts(lines_max=0)
+            accounts = self._accounts
+            await asyncio.to_thread(feed_all, accounts, self._moments.entries[accounts.state.seq : seq], accounts.state)
+            return accounts
 
     async def whatif(self, request: web.Request) -> web.Response:
         """Return the plan that would have been adopted then, were the cluster as the body says; 400 for a change that

@@ -7,8 +7,8 @@ from typing import Any
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.display.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table
-from unicrond.display.tables import clean, plain
-from unicrond.events.vocabulary.phrases import format_time
+from unicrond.display.tables import plain
+from unicrond.events.vocabulary.phrases import clean, format_time
 from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 
 CLOSED_SHOWN = 10

@@ -9,8 +9,9 @@ from unicrond.core.planning.problem import ProblemError
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.parsing import changes_json
-from unicrond.display.tables import Table, clean, plain
+from unicrond.display.tables import Table, plain
 from unicrond.events.cli.command_line import UsageError
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.replay.reading.opening import as_json, open_source, require_reached, resolve, say
 from unicrond.replay.reading.progress import show
 from unicrond.replay.views.report import when

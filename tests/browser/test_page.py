@@ -35,11 +35,12 @@ async def seen(page: Page, view: str, text: str) -> None:
 async def walked(page: Page) -> None:
     """Every view says what it is for."""
     await seen(page, "cluster", "SLOTS IN USE".lower())
+    await page.until("document.querySelector('#verdict').innerText !== ''")
+    await page.until("document.querySelector('#hour').textContent.startsWith('The cluster from')")
     await seen(page, "tasks", "big")
     await seen(page, "incidents", "process_exit")
     await page.js("document.querySelector('tr.click').click()")
-    await page.until("document.querySelector('#story').innerText.includes('In the log')")
-    await page.until("document.querySelectorAll('#story .scroll table tbody tr').length > 3")
+    await page.until("document.querySelector('#story .account').textContent.startsWith('Incident i')")
     await seen(page, "goodput", "failure-free")
     await page.until("document.querySelectorAll('#waterfall i').length >= 2")
     await seen(page, "ranks", "rank 0")

@@ -207,6 +207,13 @@ def _of_large_tasks(scene: _Scene) -> None:
     """What only a coordinator of large tasks writes; without effect here."""
     cluster, term = scene.cluster, scene.term
     big = cluster.state.tasks["big"]
+    peers = (v.ProbedPeer(node="n3", host="n3", port=9),)
+    order = v.ProbeLinks(command_id=f"{term}.1.n0.79", node="n0", epoch=1, peers=peers, task="gone", generation=1)
+    cluster.append(order, "coordinator", term)
+    probes = (v.LinkProbe(peer="n3", condition="slow", took_us=200_000),)
+    cluster.say(scene.host, v.LinksProbed(node="n0", command_id=order.command_id, probes=probes))
+    withdrawn = v.WorkersWithdrawn(task="gone", node="n0", peers=("n3",), reason="by hand")
+    cluster.append(withdrawn, "coordinator", term)
     starts = v.StartWorkers(command_id=f"{term}.1.n0.80", node="n0", epoch=1, spec=big.spec, starts=())
     cluster.append(starts, "coordinator", term)
     seats = (v.SeatRun(node="n0", number=1, seat=0, count=1, joins=True),)

@@ -13,21 +13,22 @@ from tests.replay.logs import eventful, troubled, write_log
 from tests.unicrond.cluster import MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry
-from unicrond.replay.views.story import Index, NoSuchSubject, Story
+from unicrond.views.accounts import Accounts, NoSuchSubject, Subject
 from unicrond.views.view import feed_all
 
 
-def index_of(entries: Sequence[Entry]) -> Index:
-    index = Index()
-    feed_all(index, entries)
-    return index
+def accounts_of(entries: Sequence[Entry]) -> Accounts:
+    accounts = Accounts(lines_max=0)
+    feed_all(accounts, entries)
+    return accounts
 
 
 def story(entries: Sequence[Entry], kind: str, name: str) -> str:
-    index = index_of(entries)
-    told = Story(index.subject(kind, name), index)
-    feed_all(told, entries)
-    return told.page()
+    """The account, which is the same where all are kept and where one is."""
+    alone = Accounts(Subject(kind, name))
+    feed_all(alone, entries)
+    assert alone.story(kind, name) == accounts_of(entries).story(kind, name)
+    return "\n".join(alone.story(kind, name).lines)
 
 
 def seqs(page: str) -> list[int]:
@@ -98,7 +99,7 @@ def test_story_of_node_loss_begins_with_its_symptoms() -> None:
     cluster.lose(host)
     lost = cluster.log[-1].seq
     cluster.run()
-    index = index_of(cluster.log)
+    index = accounts_of(cluster.log)
     assert list(index.incidents) == [f"i{lost}"], "the symptom's incident is no story of its own"
     assert index.incidents[f"i{lost}"].first_seq == first
     page = story(cluster.log, "incident", f"i{lost}")
@@ -109,7 +110,7 @@ def test_story_of_node_loss_begins_with_its_symptoms() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_story_exists_for_every_subject(seed: int) -> None:
     entries = list(troubled(seed).log)
-    index = index_of(entries)
+    index = accounts_of(entries)
     for kind, names in {
         "node": index.state.nodes,
         "task": index.state.tasks,
@@ -139,7 +140,7 @@ def test_story_of_plan_ends_at_next_plan() -> None:
     cluster = small_cluster()
     cluster.submit("small")
     cluster.run()
-    index = index_of(cluster.log)
+    index = accounts_of(cluster.log)
     last = max(index.plans)
     assert last > 1
     assert "It is in force at the end of the log." in story(cluster.log, "plan", str(last))
@@ -149,7 +150,7 @@ def test_story_of_plan_ends_at_next_plan() -> None:
 def test_unknown_name_is_refused_with_the_kind_that_has_it() -> None:
     cluster = small_cluster()
     cluster.submit("n1")
-    index = index_of(cluster.log)
+    index = accounts_of(cluster.log)
     assert index.subject("task", "n1").kind == "task" and index.subject("node", "n1").kind == "node"
     with pytest.raises(NoSuchSubject, match="no task n2; did you mean node n2"):
         index.subject("task", "n2")

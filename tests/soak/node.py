@@ -46,6 +46,7 @@ from unicrond.events.nats.terms import Terms
 from unicrond.events.vocabulary import (
     CoordinatorStarted,
     MemoryService,
+    ProbeLinks,
     SnapshotStored,
     TaskSpec,
     WorkerJoinedGroup,
@@ -414,6 +415,8 @@ class Node(Shell):
 
     def check(self, order: RunCheck) -> None:
         self.feed(Checked(command_id=order.command_id, has_passed=True, duration_us=1000, detail="light"))
+
+    def probe(self, order: ProbeLinks) -> None: ...
 
     def disconnect(self, worker: str, why: str) -> None: ...
 

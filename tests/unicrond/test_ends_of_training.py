@@ -50,7 +50,7 @@ def test_early_exit_strikes_no_node(cluster: MiniCluster) -> None:
         leave_early(cluster)
         task = cluster.state.tasks["big"]
         assert not task.troubles.strikes and not task.troubles.breaks and not task.troubles.unclear_breaks
-    assert task.troubles.early_ends == 2
+    assert task.troubles.crashes is not None and task.troubles.crashes.early == 2
     worker = next(name for name in members(cluster) if task.workers[name].node == node)
     cluster.kill_worker(cluster.hosts[node], worker)
     cluster.run()
@@ -63,7 +63,7 @@ def test_ten_iterations_clear_early_exits(cluster: MiniCluster) -> None:
         cluster.train("big", 12)
         cluster.run()
     assert (
-        cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].troubles.early_ends == 0
+        cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].troubles.crashes is None
     )
 
 

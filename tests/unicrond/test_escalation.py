@@ -523,15 +523,18 @@ def test_simultaneous_exits_count_as_one_strike() -> None:
     assert not said(cluster, v.NodeIsolated)
 
 
-def test_repeated_start_failures_each_count() -> None:
+def test_refused_starts_count_for_task_alone() -> None:
     cluster = MiniCluster(4, Policy(strikes_max=3))
     cluster.add_host("n0")
     cluster.submit("bad")
     for number in range(1, 4):
         fail_start(cluster)
-        assert cluster.state.tasks["bad"].troubles.strikes == {"n0": number}
+        troubles = cluster.state.tasks["bad"].troubles
+        assert troubles.crashes is not None and (troubles.crashes.count, troubles.stuck) == (number, number)
     cluster.add_host("n1")
-    assert cluster.decide() and said(cluster, v.NodeIsolated)
+    cluster.run()
+    assert not troubles.strikes and not said(cluster, v.NodeIsolated)
+    assert [worker.node for worker in cluster.state.tasks["bad"].workers.values()] == ["n1"]
 
 
 def test_last_node_is_never_isolated_for_task_fault() -> None:
@@ -550,7 +553,7 @@ def test_last_node_is_never_isolated_for_task_fault() -> None:
 
 def fail_start(cluster: MiniCluster) -> None:
     while not cluster.state.tasks["bad"].workers:
-        assert cluster.decide()
+        assert cluster.decide() or cluster.pass_deadlines("restart")
     (worker,) = cluster.state.tasks["bad"].workers.values()
     failed = v.CommandFailed(node="n0", command_id=worker.command_id, reason="no such file")
     cluster.hosts["n0"].commands.clear()

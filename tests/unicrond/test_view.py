@@ -20,9 +20,10 @@ from unicrond.ctl.client import Client, follow
 from unicrond.ctl.live_view import incident_table, render, watch
 from unicrond.display.cluster_tables import incidents_table, milliseconds, nodes_table
 from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser
-from unicrond.display.tables import Table, clean, plain
+from unicrond.display.tables import Table, plain
 from unicrond.display.worth import si
 from unicrond.events.vocabulary import NodeLeft
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.wire.envelope import Envelope
 
 

@@ -26,6 +26,7 @@ from unicrond.core.folding import (
     commands,
     deadlines,
     injections,
+    links,
     nodes,
     plans,
     responses,
@@ -137,12 +138,13 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.WorkerBusy: workers.worker_busy,
     v.WorkerWaiting: workers.worker_waits,
     v.StopRequested: tasks.stop_asked,
-    v.DegradationObserved: _ignore,  # for people only
+    v.DegradationObserved: links.degradation_observed,
     v.StragglerObserved: suspicions.straggler_observed,
     v.StragglerRecovered: suspicions.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
     v.NodeChecked: lambda state, event, _: isolation.node_checked(state, event),
+    v.LinksProbed: links.links_probed,
     v.SnapshotStored: kept_states.state_kept,
     v.PeersRemembered: kept_states.peers_remembered,
     v.StateLoaded: _ignore,  # the fold takes it from the regrouping that follows
@@ -161,6 +163,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.MembershipPart: plans.membership_part,
     v.MembershipDecided: plans.membership_decided,
     v.PeersDecided: plans.peers_decided,
+    v.WorkersWithdrawn: links.workers_withdrawn,
     v.TaskReshaped: tasks.task_reshaped,
     v.TaskFailed: tasks.task_failed,
     v.TransitionCompleted: responses.transition_completed,
@@ -171,6 +174,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StopWorker: commands.stop_worker,
     v.DropState: kept_states.drop_state,
     v.InjectFault: injections.inject_fault,
+    v.ProbeLinks: links.probes_ordered,
     v.LeaveCluster: nodes.leave_commanded,
     v.CheckNode: lambda state, event, _: isolation.check_begun(commands.count_command(state, event.node), event),
 }

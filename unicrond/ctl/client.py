@@ -25,8 +25,8 @@ import msgspec
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import from_json
 from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser, entry_of
-from unicrond.display.tables import clean
 from unicrond.events.trust.tls import BadCa, client_context, trouble
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.wire.envelope import Entry
 
 DEFAULT_URL = "http://127.0.0.1:7470"
@@ -233,6 +233,14 @@ class Client:
     def marks(self, task: str) -> dict[str, Any]:
         """Return where each worker of the task is: {"marks": {worker: mark}, "silent": {node: why}}."""
         return self._object("GET", f"/v1/marks/{quote(task, safe='')}")
+
+    def story(self, kind: str, name: str) -> dict[str, Any]:
+        """Return what became of a node, a task, an incident or a plan (views/accounts.py)."""
+        return self._object("GET", f"/v1/story/{kind}/{quote(name, safe='')}")
+
+    def cluster_story(self, *, since_us: int | None = None, last_s: int | None = None) -> dict[str, Any]:
+        """Return what happened in the cluster since then, or in the last seconds."""
+        return self._object("GET", f"/v1/story{_query({'since_us': since_us, 'last_s': last_s})}")
 
     def checks(self, library: str, limit_s: float | None = None) -> dict[str, Any]:
         """Return what the agents find about nodes, links and storage (display/doctor_nodes.py). Takes a little longer

@@ -11,18 +11,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unicrond.core.faults.program_faults import is_looping, looping_text
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
-from unicrond.ctl.lists import incident_rows, node_rows, task_rows, worker_rows
+from unicrond.ctl.incidents import incidents
+from unicrond.ctl.lists import node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
+from unicrond.ctl.stories import story
 from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
     incidents_table,
+    links_table,
     node_status,
     nodes_table,
     stragglers,
@@ -33,10 +37,11 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import diagnose_nodes
-from unicrond.display.tables import Table, clean, show, visible
+from unicrond.display.tables import Table, show, visible
 from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs, si, waf_in
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host import optional_dependencies as extras
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.vocabulary.shape import Shape
 
 if TYPE_CHECKING:
@@ -71,6 +76,7 @@ def status(options: argparse.Namespace) -> None:
         "costs": costs_line(snapshot.body.get("costs")),
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
+        **_looping(state),
         "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
     }
     if options.at is None:
@@ -85,6 +91,9 @@ def status(options: argparse.Namespace) -> None:
     if stragglers(state):
         print()
         show(stragglers_table(state))
+    if any(link.is_poor for link in state.links.values()):
+        print()
+        show(links_table(state))
 
 
 def _heads(health: dict[str, Any]) -> dict[str, str]:
@@ -99,6 +108,12 @@ def _heads(health: dict[str, Any]) -> dict[str, str]:
 
 def _active(state: ClusterState) -> list[Any]:
     return [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+
+
+def _looping(state: ClusterState) -> dict[str, str]:
+    """Describe the tasks whose programs fail again and again."""
+    looping = [task for task in state.tasks.values() if is_looping(task)]
+    return {f"failing {number}": f"{task.name}: {looping_text(task)}" for number, task in enumerate(looping, start=1)}
 
 
 def costs_line(costs: dict[str, float] | None) -> str:
@@ -128,13 +143,6 @@ def tasks(options: argparse.Namespace) -> None:
     """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
     show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state))
-
-
-def incidents(options: argparse.Namespace) -> None:
-    """Show the incidents, open and closed."""
-    snapshot = snapshot_of(options)
-    table = incidents_table(snapshot.state, now_us(options, snapshot.state))
-    show_or_json(options, incident_rows(snapshot), table)
 
 
 def workers(options: argparse.Namespace) -> None:
@@ -383,5 +391,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "slurm-sync": slurm_sync,
     "nats-context": nats_context,
     **dict.fromkeys(history.COMMANDS, history.run),
+    "story": story,
     "goodput": goodput,
 }

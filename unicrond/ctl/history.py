@@ -1,5 +1,5 @@
-"""`unicronctl story`, `verify`, `debug`, and the goodput of an interval: what `unicron-replay` shows of a log, for
-the log that the API gives.
+"""`unicronctl verify`, `debug`, the goodput of an interval, and an account that a head has only in part: what
+`unicron-replay` shows of a log, for the log that the API gives.
 
 The views are replay's, and are found by name, as programs are (`entry_points.py`): what no command shows
 is not imported.

@@ -4,7 +4,7 @@ Rules
 -----
 * A list is a list, never a dict by name; a row has the name in a field of its own, under the name that a field of the
   same kind has on the wire.
-* A row of a node, a task, a worker or an incident is its part of `GET /v1/state`, field by field.
+* A row of a node, a task or a worker is its part of `GET /v1/state`, field by field; so is each incident of a group.
 * `unicronctl schema` prints the JSON Schema that all of this is tested against.
 """
 
@@ -22,6 +22,7 @@ from unicrond.ctl.client import Snapshot
 from unicrond.display.cluster_tables import ranks_of
 from unicrond.display.event_lines import EventLine
 from unicrond.events.vocabulary import Name
+from unicrond.views.incident_groups import IncidentGroup
 
 Row: TypeAlias = dict[str, Any]
 
@@ -73,7 +74,7 @@ ROWS: dict[str, type[msgspec.Struct]] = {
         ("delivered_flop", float | None),
     ),
     "workers": _with(Worker, "WorkerRow", ("task", Name), ("rank", int | None)),
-    "incidents": _with(Incident, "IncidentRow"),
+    "incidents": _with(IncidentGroup, "IncidentGroupRow", ("incidents", list[_with(Incident, "IncidentRow")])),  # type: ignore[misc]
     "events": EventLine,
     "doctor": FindingRow,
     "maintain": _with(Window, "WindowRow", ("window", str)),
@@ -110,12 +111,6 @@ def worker_rows(snapshot: Snapshot, task: str | None) -> list[Row]:
         for worker, record in body["workers"].items()
         if task in (None, name)
     ]
-
-
-def incident_rows(snapshot: Snapshot) -> list[Row]:
-    """Return the incidents, oldest first: those that are closed and still in the state, then the open ones."""
-    state = snapshot.body["state"]
-    return [*state["closed_incidents"], *state["incidents"].values()]
 
 
 def window_rows(snapshot: Snapshot) -> list[Row]:

@@ -37,8 +37,9 @@ from unicrond.display.cluster_tables import (
     workers_table,
 )
 from unicrond.display.event_lines import EventLine
-from unicrond.display.tables import STYLES, Table, clean, console, for_terminal, interactive, show
+from unicrond.display.tables import STYLES, Table, console, for_terminal, interactive, show
 from unicrond.display.worth import achieved_now, planned_wafs, waf_in, waf_text
+from unicrond.events.vocabulary.phrases import clean
 
 #: Gives the state and its digest; raises ApiError while the coordinator is away.
 GetState: TypeAlias = Callable[[], Awaitable[tuple[ClusterState, str]]]

@@ -120,8 +120,14 @@ def _add_looking(commands: Commands) -> None:
         option("task", "TASK", "of this task alone", type=name, nargs="?"),
         AT,
     )
-    summary = "list the incidents: the open ones, and the last that were closed"
-    add_to(commands, "incidents", summary, ("incidents", "incidents --json", "incidents --at 8h"), AT)
+    add_to(
+        commands,
+        "incidents",
+        "list the incidents by cause and by what their programs said: hardware, unknown, program; open and closed ones",
+        ("incidents", "incidents --each", "incidents --json", "incidents --at 8h"),
+        switch("--each", "show a row for each incident"),
+        AT,
+    )
     add_to(
         commands,
         "describe",
@@ -271,10 +277,11 @@ def _add_history(commands: Commands) -> None:
     add_to(
         commands,
         "story",
-        "tell what became of a node, a task, an incident or a plan, and why",
-        ("story incident i52", "story node gpu07", "story plan 7 --until 1234"),
-        option("kind", "KIND", "node, task, incident or plan", type=kind_among(command_line.KINDS)),
-        option("name", "NAME", "its name, the incident's id, or the plan's epoch"),
+        "tell what became of a node, a task, an incident or a plan, and why; without KIND, of the cluster",
+        ("story incident i52", "story node gpu07", "story plan 7 --until 1234", "story --since 8h"),
+        option("kind", "KIND", "node, task, incident or plan", type=kind_among(command_line.KINDS), nargs="?"),
+        option("name", "NAME", "its name, the incident's id, or the plan's epoch", nargs="?"),
+        shared("--since", "8h: before the end (8h); of the cluster's"),
         UNTIL,
     )
     add_to(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from unicrond.core.faults.program_faults import looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment
@@ -221,7 +222,7 @@ def tasks_table(state: ClusterState) -> Table:
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
             waf_in(state, achieved_now(state, task)),
             task.ending.reason.partition("\n")[0]
-            or pending_reason(state, task)
+            or "; ".join(filter(None, (looping_text(task), pending_reason(state, task))))
             or _reshaping(task)
             or _slow(task)
             or "-",
@@ -250,6 +251,24 @@ def stragglers_table(state: ClusterState) -> Table:
     ]
     headers = ("straggler", "rank", "node", "factor", "micro-batch", "others", "since", "iteration")
     return Table(headers, tuple(rows), frozenset({"rank", "factor", "micro-batch", "others", "iteration"}), "none")
+
+
+def links_table(state: ClusterState) -> Table:
+    """Build a table of the links that are bad by the word of both ends."""
+    rows = [
+        (
+            f"{link.first}-{link.second}",
+            "nothing passes" if link.is_silent else "slow",
+            f"{max(link.took_us.values(), default=0) / 1e6:.2f} s",
+            "no task on both" if link.is_barred else "none",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(link.since_us / 1e6)),
+            str(link.times),
+        )
+        for link in state.links.values()
+        if link.is_poor
+    ]
+    headers = ("link", "condition", "probe", "response", "since", "times")
+    return Table(headers, tuple(rows), frozenset({"probe", "times"}), "none")
 
 
 def stragglers(state: ClusterState) -> list[tuple[int, Straggler]]:

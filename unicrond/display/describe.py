@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
+from unicrond.core.faults.program_faults import looping_text, occurrences
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
-from unicrond.core.state.state import ClusterState, Incident, Node, Task
+from unicrond.core.state.state import ClusterState, Incident, Node, Task, TaskStatus
 from unicrond.core.state.state_bytes import to_json
 from unicrond.display.cluster_tables import (
     incidents_table,
@@ -95,6 +96,13 @@ def _task(state: ClusterState, name: str) -> list[Section]:
     }
     if task.reshaping.reshape:
         facts["changes to"] = str(task.reshaping.reshape.shape)
+    crashes = task.troubles.crashes
+    if crashes is not None and task.status is TaskStatus.ACTIVE:
+        facts["program"] += f"; {looping_text(task)}"
+        facts["failed on"] = (
+            f"{', '.join(crashes.nodes)}, first {_when(crashes.first_us)}, last {_when(crashes.last_us)};"
+            f" {occurrences(crashes.fruitless)} without a new iteration"
+        )
     if task.troubles.strikes:
         facts["strikes"] = ", ".join(f"{node} {count}" for node, count in task.troubles.strikes.items())
     incidents = [incident for incident in _incidents(state) if name in incident.generations]
@@ -136,6 +144,8 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         probation = node.isolation.probation
         last = f", last: {probation.last} ({_when(probation.last_us)})" if probation and probation.last else ""
         facts["isolated"] = f"{node.isolation.count} times{last}"
+    if suspicion := node.health.suspicion:
+        facts["suspected"] = f"{occurrences(suspicion.count)} since {_when(suspicion.since_us)}: {suspicion.cause}"
     if node.health.repair_need:
         facts["needs"] = node.health.repair_need
     strikes = {task.name: task.troubles.strikes[name] for task in state.tasks.values() if name in task.troubles.strikes}

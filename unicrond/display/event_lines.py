@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from unicrond.display.tables import clean
 from unicrond.events.vocabulary import AnyEvent
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage, RecordedEvent
 
 #: The types of events that a watching person wants to see; the others are internal steps.

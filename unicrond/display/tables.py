@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from unicrond.events.vocabulary.phrases import clean
+
 if TYPE_CHECKING:  # rich takes 50 ms to import, and a pipe needs none of it
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
@@ -52,11 +54,6 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str] = frozenset()
     empty: str = "none"
-
-
-def clean(text: str) -> str:
-    """Return `text` on one line, without control characters."""
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 def visible(text: str) -> str:

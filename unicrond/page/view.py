@@ -1,6 +1,6 @@
 """What the page shows of a state, as plain JSON types: small, for a thousand nodes are asked for every second. Pure.
 
-    {"seq", "now_us", "term", "nodes", "tasks", "incidents", "plan"}
+    {"seq", "now_us", "term", "attention", "nodes", "tasks", "incidents", "plan"}
 
 Workers stand with their nodes as [task, number, rank, status]: the task's place in `tasks`, the rank -1 for one that is
 no member. Nodes that tell a type of GPU have it (`gpu`); tasks and the plan's shares where there are several. A task's
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from unicrond.core.faults.program_faults import looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment, of_members
@@ -24,6 +25,7 @@ from unicrond.display.cluster_tables import node_status
 from unicrond.display.plan_explanation import explain_plan
 from unicrond.display.queue import pending_reason
 from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs
+from unicrond.page.attention import attention
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200
@@ -44,6 +46,7 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
         "seq": state.seq,
         "now_us": state.now_us,
         "term": state.term,
+        "attention": attention(state, hide),
         "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
         "tasks": [_task(state, task, hide) | _gpu(state, task, several) for task in state.tasks.values()],
         "incidents": [
@@ -121,7 +124,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
     return {
         "name": task.name,
         "status": task.status.value,
-        "reason": hide(task.ending.reason.partition("\n")[0]) or pending_reason(state, task),
+        "reason": hide(task.ending.reason.partition("\n")[0] or looping_text(task)) or pending_reason(state, task),
         "weight": spec.weight,
         "workers": members,
         "min_workers": spec.min_workers,

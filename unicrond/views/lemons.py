@@ -5,7 +5,8 @@ lemon nodes): nodes that fail again and again are some one in a hundred, and a l
 
 Rules
 -----
-* A signal is counted from the log, once per event or incident; what a person ordered (`unicronctl inject`) is not.
+* A signal is counted from the log, once per event or incident; what a person ordered (`unicronctl inject`) is not, nor
+  is what a task's own program does (faults/program_faults.py).
 * A node's score is the sum over signals of weight x count, each count up to COUNT_MAX: no one signal makes a lemon.
 * A lemon has SCORE_MIN points at least, from two signals, and LEMON_RATIO times the median of all nodes with a score.
 * A score is a suggestion, and explains itself. Nothing is done because of it.
@@ -73,8 +74,11 @@ def count_signals(signals: _Signals, step: LogStep) -> _Signals:
         signals = _add_signal(signals, node, name)
     if after.incidents is not before.incidents:
         for incident in after.incidents.values():
-            if incident.id not in before.incidents and not _is_ordered(before, incident):
+            old = before.incidents.get(incident.id)
+            if old is None and not _is_ordered(before, incident) and not incident.is_program_fault:
                 signals = _add_signal(signals, incident.node, _incident_signal(before, incident))
+            elif old is not None and incident.is_program_fault and not old.is_program_fault:
+                signals = _add_signal(signals, old.node, _incident_signal(before, old), -1)
     return signals
 
 
@@ -156,6 +160,6 @@ def _is_ordered(state: ClusterState, incident: Incident) -> bool:
     return bool(worker and worker.ordered_fault) or bool(node and node.health.loss_ordered) or not incident.node
 
 
-def _add_signal(signals: _Signals, node: str, name: str) -> _Signals:
+def _add_signal(signals: _Signals, node: str, name: str, more: int = 1) -> _Signals:
     counts = signals.get(node, {})
-    return signals | {node: counts | {name: counts.get(name, 0) + 1}}
+    return signals | {node: counts | {name: max(0, counts.get(name, 0) + more)}}

@@ -3,12 +3,14 @@
 | rule | sent when |
 |---|---|
 | `task_failed` | a task has failed |
+| `crash_looping` | a task's program has failed for the second time since it was calm; once until it is calm again |
 | `sev1` | an incident is of SEV1, or has become so |
 | `isolated` | a node has been isolated |
 | `no_progress` | a task that has workers in the plan has committed nothing for `no_progress_s` |
 | `trouble` | the log takes nothing, deciding has stopped, or an alarm stands (the lines of `unicronctl status`) |
 | `takeover` | a coordinator has taken over from another |
 | `no_spare` | the last free slot is in use, while the plan lacks workers that a healthy cluster would have |
+| `link` | nothing passes between two nodes, or it takes long, by both nodes' word |
 | `refused` | an isolated node has failed its health check or its repair |
 
 Rules
@@ -24,16 +26,28 @@ service/export/notification_transports.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
+from unicrond.core.faults import links
+from unicrond.core.faults.program_faults import is_looping, looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.replayer import LogStep
+from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
 
 Rule: TypeAlias = Literal[
-    "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "refused"
+    "task_failed",
+    "crash_looping",
+    "sev1",
+    "isolated",
+    "no_progress",
+    "trouble",
+    "takeover",
+    "no_spare",
+    "link",
+    "refused",
 ]
 Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
 
@@ -54,7 +68,7 @@ def step_notices(step: LogStep) -> list[Notice]:
     """Return the notices that a step gives rise to."""
     before, _, after = step
     event = step.event
-    notices = [*_incident_notices(before, after)]
+    notices = [*_incident_notices(before, after), *_crash_notices(before, after), *_link_notices(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
             commands = "unicronctl tasks", f"unicron-replay story task {event.task} --nats URL"
@@ -123,6 +137,27 @@ def story(incident: Incident) -> str:
     return "\n".join(lines)
 
 
+def _link_notices(before: ClusterState, after: ClusterState) -> list[Notice]:
+    if before.links is after.links:
+        return []
+    notices = []
+    for key, link in after.links.items():
+        old = before.links.get(key)
+        if link.is_poor and not (old is not None and old.is_poor):
+            title, commands = links.pair_text(after, link.ends), ("unicronctl doctor", "unicronctl plan show")
+            notices.append(Notice(f"link:{key}", "link", "error", title, _tasks_on(after, link.ends), commands))
+        elif old is not None and old.is_poor and not link.is_poor:
+            title = f"the link between {link.first} and {link.second} is good again"
+            notices.append(Notice(f"link:{key}", "link", "info", title, is_over=True))
+    return notices
+
+
+def _tasks_on(state: ClusterState, nodes: tuple[str, ...]) -> str:
+    """Return the tasks that have workers on all these nodes, in words."""
+    on_all = [task.name for task in state.active if all(state.by_node.of_task(node, task.name) for node in nodes)]
+    return f"tasks on both: {', '.join(on_all) or 'none'}"
+
+
 def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]:
     if before.incidents is after.incidents:
         return []
@@ -142,6 +177,21 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
         title = f"SEV1 healed: {closed.kind} on {closed.node}"
         notices.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))
     return notices
+
+
+def _crash_notices(before: ClusterState, after: ClusterState) -> Iterator[Notice]:
+    """Yield a notice for each task that has begun to fail again and again, or has stopped doing so."""
+    if before.tasks is after.tasks:
+        return
+    for name, (old, task) in changed(before.tasks, after.tasks).items():
+        was, is_now = old is not None and is_looping(old), task is not None and is_looping(task)
+        if is_now and not was and task is not None and task.troubles.crashes is not None:
+            text = f"{looping_text(task)}\n{task.troubles.crashes.tail}".rstrip()
+            commands = f"unicronctl describe task {name}", f"unicronctl logs {name}"
+            yield Notice(f"crash:{name}", "crash_looping", "error", f"task {name} is crash-looping", text, commands)
+        elif was and not is_now:
+            title = f"task {name} is crash-looping no more"
+            yield Notice(f"crash:{name}", "crash_looping", "info", title, is_over=True)
 
 
 def _spares(state: ClusterState) -> list[Notice]:

@@ -32,12 +32,13 @@ from unicrond.agents.protocol.messages import FromForkServer, FromWorker, Hello,
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, until_alone
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.shell import Shell
-from unicrond.events.vocabulary import MemoryService, SnapshotStored
+from unicrond.events.vocabulary import MemoryService, ProbeLinks, SnapshotStored
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of, spoken_schema, told_version
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.checks.ports import CheckedHost
 from unicrond.replay.simulation.cluster.fork_server import SimulatedForkServer
+from unicrond.replay.simulation.cluster.link_prober import SimulatedProber
 from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats, CommandEnd, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.cluster.run_dir import HostSigns, RunDisk
@@ -117,6 +118,7 @@ class SimulatedAgent(Shell):
             commit_interval_s=1.0,
             held_interval_s=6.0,
             gpu=host.gpu,
+            probe_port=9001,
             memory=MemoryService(node=host.name, host=host.name, port=9000, token="token"),
         )
         #: Whether the next input kills it before its memory is written, or after how many of that input's actions.
@@ -131,6 +133,7 @@ class SimulatedAgent(Shell):
         self._lines: tuple[Pipe[ToForkServer], Pipe[FromForkServer]] | None = None
         #: Copies in progress, with the peers to copy to.
         self._copies: dict[tuple[str, int], tuple[MemoryService, ...]] = {}
+        self._prober = SimulatedProber(host.loop, host.name, host.training, self.feed)
         self._names = DuplicateAgents(self.boot, host.disk.previous_boot, host.heartbeat_s)
         self._stop_hearing = host.beats.listen_to(host.name, host.link, self._hear_beat)
         self._serving = host.loop.create_task(self._serve_log())
@@ -205,6 +208,10 @@ class SimulatedAgent(Shell):
     def check(self, order: RunCheck) -> None:
         """Start a health check, which takes the host's `check_s` seconds; see Shell."""
         self.host.loop.call_later(self.host.check_s, self._checked, order.command_id)
+
+    def probe(self, order: ProbeLinks) -> None:
+        """Probe the links to the peers; see Shell."""
+        self._prober.probe(order)
 
     def disconnect(self, worker: str, reason: str) -> None:
         """Close the worker's connection; see Shell."""

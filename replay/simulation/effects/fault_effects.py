@@ -313,8 +313,13 @@ def _cut_log(world: World, fault: SimulatedFault) -> None:
 
 
 def _cut_peers(world: World, fault: SimulatedFault) -> None:
-    """Cut the nodes off from their peers alone."""
+    """Cut the nodes off from their peers alone; `pair`: the first two from each other."""
     reach = world.training.reach
+    if fault.how == "pair":
+        node, peer = fault.nodes
+        reach.cut(node, peer)
+        until(world, fault, lambda: reach.mend(node, peer))
+        return
     for host in hosts_of(world, fault):
         for peer in world.hosts:
             reach.cut(host.name, peer)

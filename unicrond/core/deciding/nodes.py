@@ -4,7 +4,7 @@ deadline (nodes/drains.py), and which are removed from the cluster (nodes/node_r
 from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.deciding.response import failed_task
+from unicrond.core.deciding.response import failed_tasks
 from unicrond.core.nodes import gpu_types, isolation
 from unicrond.core.nodes.isolation import IsolationPhase
 from unicrond.core.nodes.node_removal import is_planned_for
@@ -31,8 +31,9 @@ def readmit_nodes(batch: DecisionBatch) -> None:
             continue
         elif phase is IsolationPhase.CLEARED:
             batch.add(v.NodeReadmitted(node=node.name, reason=isolation.why_cleared(state, node)))
-        elif innocent_of := failed_task(state, node):
-            batch.add(v.NodeReadmitted(node=node.name, reason=f"task {innocent_of} was at fault, not the node"))
+        elif tasks := failed_tasks(state, node):
+            failed = f"task {tasks[0]} was" if len(tasks) == 1 else f"tasks {' and '.join(tasks)} were"
+            batch.add(v.NodeReadmitted(node=node.name, reason=f"{failed} at fault, not the node"))
 
 
 def _check(batch: DecisionBatch, node: Node) -> None:

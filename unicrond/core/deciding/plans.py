@@ -6,15 +6,17 @@ decision for people, and a repeated decision is compared without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from unicrond.core.deciding import links
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes.gpu_types import on_type
-from unicrond.core.planning.placement import place_apart
+from unicrond.core.planning.placement import Placement, place_apart
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.rules.plan_problems import healthy_problem_of, present_replicas, problem_of
@@ -25,6 +27,7 @@ from unicrond.core.worth.waf import waf
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import AnyEvent, PlanAdopted, PlanMethod
 from unicrond.events.vocabulary.placements import compact
+from unicrond.events.vocabulary.shape import Shape
 
 E = TypeVar("E", bound=AnyEvent)
 _SECOND_US = 1_000_000
@@ -52,10 +55,11 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
         task.name: [] if layout else present_replicas(survey, task)
         for task, layout in zip(active, solution.layouts, strict=True)
     }
-    types = survey.gpus, dict(zip(counts, solution.gpus, strict=True))
-    placed = place_apart(counts, shapes, survey.capacity, current, types)
+    current = {name: links.together(survey, state.tasks[name], replicas) for name, replicas in current.items()}
+    types, apart = (survey.gpus, dict(zip(counts, solution.gpus, strict=True))), survey.barred_pairs
+    placed = _placed_elsewhere(survey, counts, shapes, current, types)
     if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
-        relocated = place_apart(counts, shapes, survey.capacity, {}, types)
+        relocated = place_apart(counts, shapes, survey.capacity, {}, types, apart)
         placed = placed if relocated.short else relocated  # there is room, if more than a few move
     assignments = []
     for task in active:
@@ -70,7 +74,9 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
                 task=task.name,
                 workers=workers,
                 replicas=replicas,
-                waf=waf(task_on_gpu, workers, survey.linear, layout_choice),
+                waf=waf(task_on_gpu, workers, survey.linear, layout_choice)
+                if task.name not in survey.failing
+                else int(task.spec.weight * workers),
                 **(layout_choice._asdict() if layout_choice else {}),
             )
         )
@@ -87,6 +93,30 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
         transition_flop=_transition_flop(solution),
         healthy_gpus={t.name: gpu for (t, k), gpu in zip(healthy, healthy.gpus, strict=True) if k and gpu},
     )
+
+
+def _placed_elsewhere(
+    survey: Survey,
+    counts: Mapping[str, int],
+    shapes: Mapping[str, Shape],
+    current: Mapping[str, Sequence[tuple[str, ...]]],
+    types: tuple[Mapping[str, str], Mapping[str, str]],
+) -> Placement:
+    """Place the tasks; those that avoid nodes elsewhere, where there is room. On an avoided node only the other tasks'
+    present workers have seats then."""
+    apart = survey.barred_pairs
+    placed = place_apart(counts, shapes, survey.capacity, current, types, apart)
+    avoided = {node for name in counts for node in survey.avoided.get(name, ())}
+    if not avoided:
+        return placed
+    stays = {
+        name: [nodes for nodes in replicas if avoided.isdisjoint(nodes) or name not in survey.avoided]
+        for name, replicas in current.items()
+    }
+    seats = Counter(node for replicas in stays.values() for nodes in replicas for node in nodes)
+    capacity = {node: min(slots, seats[node]) if node in avoided else slots for node, slots in survey.capacity.items()}
+    elsewhere = place_apart(counts, shapes, capacity, stays, types, apart)
+    return placed if elsewhere.short else elsewhere
 
 
 def compact_plan(survey: Survey, plan: v.PlanAdopted) -> v.PlanAdopted:
@@ -116,6 +146,7 @@ def _trigger(state: ClusterState) -> str:
         if n.name in planned and not n.schedulable
     ]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
+    changes += links.changes_since(state, state.plan.adopted_us)
     changes += [f"task {t.name} has other settings" for t in state.active if t.updated_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
     changes += [f"task {name} is measured anew" for name in (state.plan.revised_for,) if name]

@@ -6,11 +6,17 @@ The ladder, for one incident of a task; each step is a decision with its reason:
   SEV2  the process ends by itself or is given up (`evictions`), another takes its place (`waits_for_step`: not yet);
         `strikes_max` times -> SEV1
   SEV1  the node is isolated (`isolations`), all tasks get a new plan
-  `stuck_max` blows without a new iteration, or two nodes struck and no step: it is the task that fails
-  (`failure_reason`), and the nodes are readmitted (`failed_task`).
+  `stuck_max` blows or faults of its program without a new iteration, or two nodes struck and no step: it is the task
+   that fails (`failure_reason`), and the nodes are readmitted (`failed_tasks`).
 
-Rules (how bad an error is: faults/severity.py; whose fault a broken connection is: faults/blame.py)
+Rules (how bad an error is: faults/severity.py; whose fault it is: faults/program_faults.py; whose a broken connection:
+faults/blame.py)
 -----
+* Programs before nodes: a fault of the program is no strike. Its task waits before each next start
+  (`waits_for_restart`).
+* Ends of unknown cause speak against a node only if they follow the node and not the program: the task trains
+  elsewhere, or members that stood elsewhere at that time still stand. Else the task is first tried on another node,
+  where one has room (`program_faults.avoided_nodes`), and where none has, it goes on here until it fails.
 * A node on which members of the task train is not isolated for workers that end there: the members show that the
   node works. New workers there wait for the next step instead.
 * Nor is it isolated for broken connections while the task makes progress, unless the blame is clear, or one of two
@@ -18,6 +24,8 @@ Rules (how bad an error is: faults/severity.py; whose fault a broken connection 
 * Where a node is isolated, workers that only reported a broken connection leave it by the plan, with their state,
   once a newer group has replaced the broken one.
 * The last node that a task could run on is not isolated for failures that may as well be the task's fault.
+* Where probes say that nothing passes between two of the members, nobody is given up for broken connections: the task
+  goes on without one end (faults/links.py).
 * A task that makes progress is not failed, whichever workers end.
 
 What does not live here: the decisions that carry a response out (memberships.py, worker_placement.py, plans.py,
@@ -30,7 +38,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.faults import blame
+from unicrond.core.faults import blame, links
+from unicrond.core.faults.program_faults import number_of, occurrences, training_nodes
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.ordered_map import in_order
@@ -46,6 +55,7 @@ from unicrond.core.state.state import (
     Worker,
     WorkerStatus,
 )
+from unicrond.core.state.task_parts import Crashes
 from unicrond.events import vocabulary as v
 
 _SECOND_US = 1_000_000
@@ -54,6 +64,8 @@ _SECOND_US = 1_000_000
 _UNCLEAR_MAX = 3
 #: How often a program may leave the loop in mid-training, on any node: one that does so does it again.
 _EARLY_MAX = 3
+#: How often in a row the loss of one iteration may be no finite number: each time another process computes it.
+_NAN_MAX = 3
 
 
 class Eviction(NamedTuple):
@@ -119,8 +131,10 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         if broke and incident.generations.get(task.name) not in task.in_use:
             return  # it only reported a break that a newer group has replaced; the plan moves it off an isolated node
         yield Eviction(worker, incident.severity, f"it reported {incident.kind} and still runs")
+    elif links.explain(state, task):
+        return  # what the links' probes say is better evidence than who reported what
     elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
-        again = f"the group broke again after reattempts in place: {_times(task.group.reattempts)}"
+        again = f"the group broke again after reattempts in place: {occurrences(task.group.reattempts)}"
         suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]
         for suspect, cause in suspects:
             yield Eviction(suspect, Severity.SEV2, f"{again}; {cause}")
@@ -132,7 +146,7 @@ def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
     the oldest."""
     reports = blame.reports(task, incident)
     ends = dict.fromkeys([*reports, *(name for peers in reports.values() for name in peers)])
-    candidates = sorted((task.workers[name] for name in ends if name in task.workers), key=_number)
+    candidates = sorted((task.workers[name] for name in ends if name in task.workers), key=number_of)
     candidates = [worker for worker in candidates if worker.alive]
     verdict, weights = blame.verdict(task, incident), blame.evidence(task, incident)
     for node in verdict.blamed:
@@ -140,7 +154,7 @@ def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
         doubt = "" if node in verdict.clear else ", like others"
         yield from [(worker, broken + doubt) for worker in candidates if worker.node == node][:1]
     if not verdict.blamed and candidates:
-        suspect = max(candidates, key=lambda worker: (task.troubles.breaks.get(worker.node, 0), -_number(worker)))
+        suspect = max(candidates, key=lambda worker: (task.troubles.breaks.get(worker.node, 0), -number_of(worker)))
         yield suspect, "suspected before" if task.troubles.breaks.get(suspect.node) else "cause unknown"
 
 
@@ -149,14 +163,16 @@ def _links(weight: int) -> str:
     return "1 connection" if count == 1 else f"{count} connections"
 
 
-def _number(worker: Worker) -> int:
-    return int(worker.worker.rpartition(".")[2])
-
-
 def waits_for_step(task: Task, node: str, policy: Policy) -> bool:
     """Return whether a new worker on the node must wait for the task's next step: workers ended there again and again,
     while others of the task train there."""
-    return task.troubles.strikes.get(node, 0) >= policy.strikes_max and node in _training_nodes(task)
+    return task.troubles.strikes.get(node, 0) >= policy.strikes_max and node in training_nodes(task)
+
+
+def waits_for_restart(task: Task) -> bool:
+    """Return whether no worker of the task is started now: its program has failed again and again."""
+    crashes = task.troubles.crashes
+    return crashes is not None and crashes.waits
 
 
 # --- SEV1: isolate the node ------------------------------------------------------------------------
@@ -182,7 +198,7 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
         reasons += [incident.message for incident in blamed if incident.node == node.name]
         flaps = [at_us for at_us in node.health.returns_us if at_us > state.now_us - window_us]
         if len(flaps) >= flaps_max:
-            reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
+            reasons.append(f"flapping: lost and returned {occurrences(len(flaps))} within {policy.flap_window_s:g} s")
         if node.health.failure_forecast and _can_spare(survey, node):
             reasons.append(f"its failure is expected: {node.health.failure_forecast}")
         if reasons:
@@ -193,10 +209,10 @@ def _faulty_nodes(state: ClusterState, task: Task, policy: Policy) -> Iterator[t
     """Yield the nodes that the task's failures accuse, and the reason; none that something else explains as well."""
     failing, troubles = _failing_nodes(task, policy), task.troubles
     if failing and (len(failing) == 1 or _makes_progress(task)):
-        training = _training_nodes(task)
+        training = training_nodes(task)
         for node in failing:
-            if node not in training:
-                times_failed = _times(troubles.strikes[node])
+            if node not in training and (_makes_progress(task) or _has_witness(task, node)):
+                times_failed = occurrences(troubles.strikes[node])
                 yield node, f"workers of {task.name} ended here {times_failed} without a committed step"
     unclear = [node for node, times in troubles.unclear_breaks.items() if times >= policy.strikes_max]
     for node, times in troubles.breaks.items():
@@ -206,8 +222,18 @@ def _faulty_nodes(state: ClusterState, task: Task, policy: Policy) -> Iterator[t
         if clear or (
             len(unclear) < _UNCLEAR_MAX and (troubles.stuck >= policy.strikes_max or _can_try_elsewhere(state, task))
         ):
-            given_up = f"workers evicted {_times(times)}"
+            given_up = f"workers evicted {occurrences(times)}"
             yield node, f"groups of {task.name} broke here again and again: {given_up}"
+
+
+def _has_witness(task: Task, node: str) -> bool:
+    """Return whether a member trains elsewhere that was there when the last worker ended here: the program works there,
+    at the same time and in the same iterations."""
+    below = task.troubles.struck_below.get(node, 0)
+    return any(
+        worker.status is WorkerStatus.MEMBER and worker.node != node and number_of(worker) < below
+        for worker in task.workers.values()
+    )
 
 
 def _can_try_elsewhere(state: ClusterState, task: Task) -> bool:
@@ -243,48 +269,54 @@ def failure_reason(state: ClusterState, task: Task, policy: Policy) -> str:
     """Return why the task fails: the same failure on two nodes shows that it is the task's own, or it restarts without
     end; "" where it goes on."""
     failing = _failing_nodes(task, policy)
-    early = task.troubles.early_ends >= _EARLY_MAX
-    if (len(failing) < 2 or _makes_progress(task)) and task.troubles.stuck < policy.stuck_max and not early:
+    failing += [name for name in task.troubles.strikes if name not in failing and _is_suspect(state, name, task)]
+    crashes = task.troubles.crashes or Crashes()
+    early, is_nan = crashes.early >= _EARLY_MAX, crashes.same_nan >= _NAN_MAX
+    restarts = (len(failing) < 2 or _makes_progress(task)) and task.troubles.stuck < policy.stuck_max
+    if restarts and not early and not is_nan:
         return ""
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
     last = incidents[-1] if incidents else None
     stuck = f"failed {task.troubles.stuck} times without a new iteration after {task.progress.best_iteration}"
     cause = (
-        f"its program ended {_times(task.troubles.early_ends)} in mid-training without hook.stop(reason)"
+        f"its program ended {occurrences(crashes.early)} in mid-training without hook.stop(reason)"
         if early
+        else f"its loss in iteration {crashes.iteration} was no finite number {occurrences(crashes.same_nan)} in a row"
+        if is_nan
+        else f"{stuck}: its program ended by {crashes.text}"
+        if crashes.count and len(failing) < 2
         else f"its workers failed to restart on {' and '.join(failing)}"
         if len(failing) >= 2
         else f"{stuck}: its workers ended"
     )
     where = f" ({last.place})" if last and last.place else ""
-    tail = f"; last: {last.kind}{where}: {last.message}\n{last.log_tail}" if last else ""
-    return f"{cause}{tail}"
+    output = crashes.tail or (last.log_tail if last else "")
+    tail = f"; last: {last.kind}{where}: {last.message}" if last else ""
+    return f"{cause}{tail}" + (f"\n{output}" if output or tail else "")
 
 
-def failed_task(state: ClusterState, node: Node) -> str:
-    """Return the task that was at fault since it failed on other nodes too; "" where the node itself is blamed."""
+def _is_suspect(state: ClusterState, name: str, task: Task) -> bool:
+    """Return whether the node has been isolated for ends of the task, and nothing has cleared it since."""
+    suspicion = state.nodes[name].health.suspicion if name in state.nodes else None
+    return suspicion is not None and task.name in suspicion.tasks
+
+
+def failed_tasks(state: ClusterState, node: Node) -> list[str]:
+    """Return the tasks that were at fault since they failed on other nodes too; none where the node itself is
+    blamed."""
     if node.isolation.probation is not None and node.isolation.probation.cause == "hardware":
-        return ""
+        return []
     strikers = [task for task in state.tasks.values() if task.troubles.names(node.name)]
     failed = strikers and all(task.status is TaskStatus.FAILED for task in strikers)
-    return strikers[0].name if failed else ""
+    return [task.name for task in strikers] if failed else []
 
 
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
 def _failing_nodes(task: Task, policy: Policy) -> list[str]:
     """Return the nodes that have as many strikes for the task as the policy allows."""
     return [node for node, count in task.troubles.strikes.items() if count >= policy.strikes_max]
-
-
-def _training_nodes(task: Task) -> set[str]:
-    """Return the nodes of living members. The set is only for look-ups: its order is undefined."""
-    return {worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER}
 
 
 def _makes_progress(task: Task) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.deciding.response import waits_for_step
+from unicrond.core.deciding.response import waits_for_restart, waits_for_step
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Task, TaskStatus, WorkerStatus
 from unicrond.core.tasks import reconcile
@@ -16,7 +16,7 @@ def staff(batch: DecisionBatch, task: Task, policy: Policy) -> None:
     staffing = batch.survey.staffing(task)
     worker_number, replica_number = task.numbers.next_worker, task.numbers.next_replica
     by_node: dict[str, list[v.Start]] = {}
-    for nodes in staffing.missing:
+    for nodes in staffing.missing if not waits_for_restart(task) else ():
         if not batch.has_room(nodes):
             continue  # another worker still has the slot; its end leads to the next decision
         if any(waits_for_step(task, node, policy) for node in nodes):

@@ -38,6 +38,7 @@ SEVERITY: dict[str, Severity] = {
     "corruption": Severity.SEV2,
     "gpu_fault": Severity.SEV2,
     "left_early": Severity.SEV2,
+    "link_fault": Severity.SEV2,
     "connection_broken": Severity.SEV3,
     "collective_timeout": Severity.SEV3,
     "store_error": Severity.SEV3,

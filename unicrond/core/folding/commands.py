@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from unicrond.core.faults.program_faults import judge_refusal
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.nodes import isolation
 from unicrond.core.state.changes import find_worker, with_moved, with_node, with_task, with_worker, without_workers
@@ -97,7 +98,7 @@ def _commanded(state: ClusterState, event: v.CommandApplied | v.CommandFailed) -
 
 
 def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
-    """Remove the worker of a failed start and count a strike; learn the schema of an agent that cannot read the
+    """Remove the worker of a refused start, which is nobody's strike; learn the schema of an agent that cannot read the
     command."""
     state = isolation.check_refused(state, event)
     if event.readable_schema:
@@ -119,6 +120,7 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
                 broken=task.generation - 1,
                 message=f"{event.node} could not start {worker.worker}: {event.reason}",
                 occurred_us=envelope.observed_at_us,
+                verdict=judge_refusal(event.reason),
             )
     return state
 

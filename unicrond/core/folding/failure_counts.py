@@ -1,4 +1,7 @@
-"""Strikes: the failures that are counted against a node and a task when a worker ends unexpectedly."""
+"""What is counted when a worker ends unexpectedly: faults of the task's program, and strikes against nodes.
+
+Whose fault an end is: faults/program_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from unicrond.core.faults import blame
+from unicrond.core.faults import blame, program_faults
+from unicrond.core.faults.program_faults import FaultVerdict, Guilt
 from unicrond.core.folding import incidents
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.state.changes import with_task, with_worker
 from unicrond.core.state.state import ClusterState, Task, Worker
-from unicrond.core.state.task_parts import Troubles
+from unicrond.core.state.task_parts import Crashes, Troubles
 from unicrond.core.state.worker_lifecycle import given_up
+from unicrond.core.state.workers import WorkerError
+
+#: The nodes that a record of the last fault names.
+_NODES_MAX = 4
 
 
 def strike(
@@ -24,10 +32,16 @@ def strike(
     broken: int,
     message: str,
     occurred_us: int,
+    verdict: FaultVerdict,
     log_tail: str = "",
 ) -> ClusterState:
-    """Count an unexpected end of a worker against its node and its task, and open an incident."""
-    state = with_task(state, count_strike(state.tasks[task], worker, excluded_from_blame=is_ordered(worker, kind)))
+    """Count an unexpected end of a worker against its program or its node, and open an incident."""
+    ordered = is_ordered(worker, kind)
+    after = count_failure(
+        state.tasks[task], worker, verdict, now_us=state.now_us, log_tail=log_tail, excluded_from_blame=ordered
+    )
+    is_program_fault = not ordered and program_faults.is_part_of_last(after, worker, verdict)
+    state = with_task(state, after)
     fact = Fact(
         kind=kind,
         node=worker.node,
@@ -36,6 +50,7 @@ def strike(
         message=message,
         occurred_us=occurred_us,
         log_tail=log_tail,
+        is_program_fault=is_program_fault,
     )
     return incidents.blame(state, fact)
 
@@ -47,7 +62,21 @@ def give_up(state: ClusterState, name: str, worker: Worker, kind: str, failure: 
     broken = incidents.broken_generation(task, [worker.worker])
     state = with_task(state, with_worker(task, given_up(worker)))
     message = f"worker {worker.worker} on {worker.node} {failure}"
-    return strike(state, task=name, worker=worker, kind=kind, broken=broken, message=message, occurred_us=occurred_us)
+    error = worker.error or WorkerError(kind=kind, text=failure)
+    if kind in ("hang", "start_failed") and worker.error is None:
+        verdict = program_faults.judge_silence(kind, failure)
+    else:
+        verdict = program_faults.judge_report(error)
+    return strike(
+        state,
+        task=name,
+        worker=worker,
+        kind=kind,
+        broken=broken,
+        message=message,
+        occurred_us=occurred_us,
+        verdict=verdict,
+    )
 
 
 def is_ordered(worker: Worker, kind: str) -> bool:
@@ -60,6 +89,73 @@ def count_ends(task: Task, evidence: Mapping[str, int]) -> Task:
     ends = task.troubles.ends
     ends = ends | {node: ends.get(node, 0) + weight for node, weight in evidence.items()}
     return replace(task, troubles=replace(task.troubles, ends=ends))
+
+
+def count_failure(
+    task: Task,
+    worker: Worker,
+    verdict: FaultVerdict,
+    *,
+    now_us: int,
+    log_tail: str = "",
+    excluded_from_blame: bool = False,
+) -> Task:
+    """Count an unexpected end: a fault of the program for the task alone, any other against the node. An end that
+    belongs to the last fault of the program counts no more; one of unknown cause that is known of the program counts as
+    the program's, and what was held against other nodes for it is taken back."""
+    if excluded_from_blame:
+        return count_strike(task, worker, excluded_from_blame=True)
+    if program_faults.is_part_of_last(task, worker, verdict):
+        return task
+    if program_faults.is_known_of_program(task, worker.node, verdict):
+        alike = {node for node, signature in task.troubles.deaths.items() if signature == verdict.signature}
+        strikes = _without(task.troubles.strikes, alike)
+        deaths = {node: text for node, text in task.troubles.deaths.items() if node not in alike}
+        task = replace(task, troubles=replace(task.troubles, strikes=strikes, deaths=deaths))
+        verdict = verdict._replace(guilt=Guilt.PROGRAM)
+    if verdict.guilt is Guilt.PROGRAM:
+        return count_crash(task, worker, verdict, now_us=now_us, log_tail=log_tail)
+    deaths = task.troubles.deaths | {worker.node: verdict.signature}
+    task = count_strike(task, worker)
+    return replace(task, troubles=replace(task.troubles, deaths=deaths))
+
+
+def count_crash(task: Task, worker: Worker, verdict: FaultVerdict, *, now_us: int, log_tail: str) -> Task:
+    """Count a fault of the task's program. From the second on no worker is started before the back-off is over."""
+    troubles, best, below = task.troubles, task.progress.best_iteration, task.numbers.next_worker
+    last = troubles.crashes or Crashes()
+    again = verdict.kind == "nan_loss" and last.same_nan and verdict.iteration == last.iteration
+    crashes = Crashes(
+        count=last.count + 1,
+        fruitless=last.fruitless + (best <= last.best and not verdict.is_refusal),
+        early=last.early + (verdict.kind == "left_early"),
+        same_nan=(last.same_nan + 1 if again else 1) if verdict.kind == "nan_loss" else 0,
+        text=verdict.text,
+        signature=verdict.signature,
+        iteration=verdict.iteration,
+        nodes=tuple(dict.fromkeys((worker.node, *last.nodes)))[:_NODES_MAX],
+        refusals=tuple(dict.fromkeys((*last.refusals, *[worker.node] * verdict.is_refusal)))[-_NODES_MAX:],
+        tail=program_faults.last_lines(log_tail) or last.tail,
+        best=best,
+        below=below,
+        generation=task.generation,
+        first_us=last.first_us or now_us,
+        last_us=now_us,
+    )
+    crashes = replace(crashes, waits=program_faults.back_off_us(crashes) > 0)
+    struck_below = troubles.struck_below | {"": below}
+    troubles = replace(troubles, crashes=crashes, stuck=troubles.stuck + 1, struck_below=struck_below)
+    return replace(task, troubles=troubles)
+
+
+def restart_due(state: ClusterState, _: str, subject: str) -> ClusterState:
+    """Fold the end of `restart:`; one that no longer stands changes nothing."""
+    name, _, last_us = subject.partition("#")
+    task = state.tasks.get(name)
+    crashes = task.troubles.crashes if task else None
+    if task is None or crashes is None or str(crashes.last_us) != last_us:
+        return state
+    return with_task(state, replace(task, troubles=replace(task.troubles, crashes=replace(crashes, waits=False))))
 
 
 def count_strike(
@@ -75,10 +171,7 @@ def count_strike(
         below = below | dict.fromkeys(sorted(mates), next_worker)
         return replace(task, troubles=replace(troubles, struck_below=below))
     number = int(worker.worker.rpartition(".")[2])
-    programs = (
-        bool(troubles.early_ends) and number < troubles.early_below
-    )  # its program has left the loop: no node is to blame
-    if number >= below.get(worker.node, 0) and not programs:
+    if number >= below.get(worker.node, 0):
         if broke:
             troubles = replace(troubles, breaks=_increment(troubles.breaks, worker.node))
         else:
@@ -96,17 +189,6 @@ def _increment(counts: dict[str, int], node: str) -> dict[str, int]:
     return counts | {node: counts.get(node, 0) + 1}
 
 
-def count_early_exit(task: Task, worker: Worker) -> Task:
-    """Count that the worker's program has ended in mid-training without a reason: once for all workers that do so
-    together."""
-    troubles = task.troubles
-    if int(worker.worker.rpartition(".")[2]) < troubles.early_below:
-        return task
-    return replace(
-        task, troubles=replace(troubles, early_ends=troubles.early_ends + 1, early_below=task.numbers.next_worker)
-    )
-
-
 def acquit(troubles: Troubles, nodes: set[str], *, calm: bool = False) -> Troubles:
     """Return the record without anything against the nodes, which have proven themselves. `calm`: so have their
     connections."""
@@ -121,11 +203,13 @@ def acquit(troubles: Troubles, nodes: set[str], *, calm: bool = False) -> Troubl
     )
 
 
-def readmit(troubles: Troubles, node: str) -> Troubles:
-    """Return the record without anything against the node. The other ends of its broken links keep no more than what
-    decides between equals: their record was its record, and beside a node without one they would seem clearly at fault.
-    """
+def readmit(troubles: Troubles, node: str, *, suspect: bool = False) -> Troubles:
+    """Return the record without anything against the node; of a `suspect`, whose cause was not found, one strike stays.
+    The other ends of its broken links keep no more than what decides between equals: their record was its record, and
+    beside a node without one they would seem clearly at fault."""
     forgiven = acquit(troubles, {node}, calm=True)
+    if suspect and node in troubles.strikes:
+        forgiven = replace(forgiven, strikes=forgiven.strikes | {node: 1})
     if node not in troubles.ends:
         return forgiven
     return replace(forgiven, ends={peer: min(weight, blame.ECHO) for peer, weight in forgiven.ends.items()})

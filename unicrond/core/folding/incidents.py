@@ -29,7 +29,7 @@ from unicrond.events.vocabulary import StateSource
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """A failure that was observed. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was. `lost_peers`: see Incident. `links`: see Incident."""
+    clock. `place`: where in its work the worker was. `lost_peers`, `links`, `is_program_fault`: see Incident."""
 
     kind: str
     node: str
@@ -41,6 +41,7 @@ class Fact:
     place: str = ""
     lost_peers: dict[str, str] = field(default_factory=dict)
     links: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    is_program_fault: bool = False
 
 
 def is_symptom(incident: Incident) -> bool:
@@ -82,6 +83,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 log_tail=fact.log_tail,
                 place=fact.place or incident.place,
                 occurred_us=min(incident.occurred_us, fact.occurred_us),
+                is_program_fault=fact.is_program_fault,
             )
         return with_incident(
             state,
@@ -93,6 +95,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 links=fact.links if _is_newer(fact, incident) else _merge_links(incident.links, fact.links),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
+                is_program_fault=incident.is_program_fault or fact.is_program_fault,
             ),
         )
     return open_incident(state, fact)
@@ -137,6 +140,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         place=fact.place,
         lost_peers=fact.lost_peers,
         links=fact.links,
+        is_program_fault=fact.is_program_fault,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 

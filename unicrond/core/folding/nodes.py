@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.core.folding import commands, incidents, injections
+from unicrond.core.folding import commands, incidents, injections, links
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -16,7 +16,7 @@ from unicrond.core.state.changes import stray, with_incident, with_node, with_ta
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture
 from unicrond.core.state.ordered_map import put_all, without
-from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, WorkerStatus
+from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, TaskStatus
 from unicrond.core.state.worker_lifecycle import status_after
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
@@ -47,6 +47,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         memory=event.memory,
         users=event.users,
         gpu=event.gpu,
+        probe_port=event.probe_port,
     )
     if old is not None:
         node = replace(
@@ -96,8 +97,9 @@ def _reconcile_workers(
         dead = [
             w.worker
             for w in (task.workers[name] for name in before.of_task(event.node, task.name))
-            # A worker without a pid was commanded only: the command still waits for the agent.
-            if w.worker not in alive and (w.pid or w.status is WorkerStatus.LOST or void)
+            # A worker without a pid was commanded only: the command still waits for the agent. If the node was lost
+            # meanwhile, the worker keeps its slot until it has been ended: then another is started.
+            if w.worker not in alive and (w.pid or void)
         ]
         never = [name for name in dead if not task.workers[name].pid]
         expected = [name for name in dead if planned or name in never or not task.workers[name].alive]
@@ -213,14 +215,21 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
-    """End the node's isolation, and forget what it was suspected of; see `strikes.readmit`."""
+    """End the node's isolation, and count it less against it; see `strikes.readmit`. If the task that it was suspected
+    for has ended, the suspicion ends too."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolation.active:
         return state
-    state = with_node(state, isolation.end(node))
+    node = isolation.end(node)
+    suspicion = node.health.suspicion
+    named = [state.tasks.get(name) for name in suspicion.tasks] if suspicion else []
+    if all(task is None or task.status is TaskStatus.FAILED for task in named):
+        node = isolation.without_suspicion(node)
+    state = with_node(state, node)
+    suspects = node.health.suspicion.tasks if node.health.suspicion else ()
     for task in state.tasks.values():
         if task.troubles.names(event.node) or event.node in task.troubles.ends:
-            troubles = strikes.readmit(task.troubles, event.node)
+            troubles = strikes.readmit(task.troubles, event.node, suspect=task.name in suspects)
             state = with_task(state, replace(task, troubles=troubles))
     return state
 
@@ -308,7 +317,7 @@ def _without(state: ClusterState, name: str) -> ClusterState:
         troubles = strikes.acquit(task.troubles, {name}, calm=True)
         if workers or troubles != task.troubles:
             state = with_task(state, replace(without_workers(task, list(workers)), troubles=troubles))
-    return replace(state, nodes=without(state.nodes, [name]))
+    return links.forget_links(replace(state, nodes=without(state.nodes, [name])), name)
 
 
 def node_enrolled(state: ClusterState, event: v.NodeEnrolled, _: Envelope) -> ClusterState:

@@ -10,6 +10,7 @@ from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding.suspicions import keep_members
 from unicrond.core.nodes import gpu_types
 from unicrond.core.state.changes import with_task
+from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.state import ClusterState, Membership, Plan, Task, TaskStatus
 from unicrond.core.tasks import starvation as turns
 from unicrond.core.tasks.reshaping import reshape_of_plan
@@ -123,10 +124,12 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         suspicions={},
         lead_confirmed=False,
         last_membership=task.membership if task.group.lead_confirmed else task.group.last_membership,
+        # Answers of probes say as much of the next group.
+        probing=LinkProbing(orders=task.group.probing.orders, ordered_us=task.group.probing.ordered_us),
     )
     task = replace(task, pace=evidence.dated(task, state.now_us))
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
-    pace = replace(task.pace, timings=(), warm_up_reports=0)
+    pace = replace(evidence.put_in_force(task.pace, state.now_us), timings=(), warm_up_reports=0)
     state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
     return commands.with_peers(state, event.task, event.peers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.core.faults import blame
+from unicrond.core.faults import blame, program_faults
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import incidents
@@ -12,6 +12,7 @@ from unicrond.core.state.changes import find_worker, with_incident, with_task, w
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
 from unicrond.core.state.worker_lifecycle import given_up
+from unicrond.core.state.workers import WorkerError
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
 
@@ -37,13 +38,17 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         generations=incident.generations | {task.name: broken},
     )
     task = with_worker(task, given_up(worker))
-    task = strikes.count_strike(
-        task,
-        worker,
-        broke=broke,
-        unclear=unclear,
-        excluded_from_blame=not broke and strikes.is_ordered(worker, incident.kind),
-    )
+    if broke:
+        task = strikes.count_strike(task, worker, broke=True, unclear=unclear)
+    else:
+        error = worker.error or WorkerError(kind=incident.kind, text=incident.message)
+        verdict = program_faults.judge_report(error)
+        ordered = strikes.is_ordered(worker, incident.kind)
+        task = strikes.count_failure(
+            task, worker, verdict, now_us=state.now_us, log_tail=incident.log_tail, excluded_from_blame=ordered
+        )
+        if not ordered and program_faults.is_part_of_last(task, worker, verdict):
+            incident = replace(incident, is_program_fault=True)
     return with_incident(with_task(state, task), incident)
 
 
@@ -63,7 +68,7 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
         sub_health_flops=event.sub_health_flops,
         links={},
     )
-    for name in incident.tasks if incident.resumed_us else ():
+    for name in incident.tasks if incident.resumed_us and not incident.is_program_fault else ():
         task = state.tasks.get(name)
         if task is not None and task.status is TaskStatus.ACTIVE:
             transition_us = moving_average(task.pace.transition_us, event.transition_us)

@@ -9,6 +9,7 @@ from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.state.task_parts import Numbers, Pace, Reshaping, TaskProgress
 from unicrond.core.tasks.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
 from unicrond.core.tasks.task_validation import name_conflict
+from unicrond.core.worth import evidence
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import TaskSpec
 from unicrond.events.wire.envelope import Envelope
@@ -71,7 +72,7 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
     if spec.layouts and not in_place:
         reshaping = replace(reshaping, since_us=task.progress.last_commit_us)
     if not in_place:
-        pace = _pace_in_layout(pace, task.spec, spec)
+        pace = evidence.put_in_force(_pace_in_layout(pace, task.spec, spec), state.now_us)
     seq = task.submitted_seq if event.plan else state.seq
     return with_task(state, replace(task, spec=spec, reshaping=reshaping, pace=pace, submitted_seq=seq))
 

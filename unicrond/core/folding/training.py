@@ -90,8 +90,11 @@ def _troubles(task: Task, event: v.StepCommitted, *, newest: bool, calm: bool) -
     if newest and membership is not None and troubles.of_nodes:
         several = len(membership.members) > 1  # one alone proves nothing about connections
         troubles = strikes.acquit(troubles, {member.node for member in membership.members}, calm=calm and several)
-    if calm and troubles.early_ends:
-        troubles = replace(troubles, early_ends=0)
+    crashes = troubles.crashes
+    if crashes is not None and not crashes.waits and event.last >= crashes.best + CALM_ITERATIONS:
+        troubles = replace(troubles, crashes=None)
+    if troubles.deaths and event.last > task.progress.best_iteration:
+        troubles = replace(troubles, deaths={})
     if event.last > task.progress.best_iteration and (troubles.stuck or troubles.struck_below):
         below = {node: number for node, number in troubles.struck_below.items() if node}
         troubles = replace(troubles, stuck=0, struck_below=below)

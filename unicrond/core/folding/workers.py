@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unicrond.core.faults.program_faults import Guilt, judge_end, judge_report
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import incidents
@@ -29,6 +30,7 @@ from unicrond.core.state.state import (
     WorkerStatus,
 )
 from unicrond.core.state.worker_lifecycle import can_move
+from unicrond.core.state.workers import WorkerError
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
 
@@ -220,6 +222,7 @@ def _strike_exit(
         broken=broken,
         message=f"worker {event.worker} on {event.node} ended by {how}" + (" while it started" if starting else ""),
         occurred_us=envelope.observed_at_us,
+        verdict=judge_end(worker, event),
         log_tail=event.log_tail,
     )
 
@@ -235,9 +238,9 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
     generation = task.generation_of(worker)
     if event.generation < generation:
         return state  # the worker has trained on since
-    if event.kind == "left_early":
-        task = strikes.count_early_exit(task, worker)
-        state = with_task(state, task)
+    error = WorkerError(kind=event.kind, text=event.message, iteration=event.iteration)
+    task = with_worker(task, replace(worker, error=error))
+    state = with_task(state, task)
     severity = severity_of(event.kind, state.severity)
     in_group = task.is_member(worker.worker) or generation == event.generation
     if severity is Severity.SEV3 and (event.generation not in task.in_use or not in_group):
@@ -256,6 +259,7 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         place=_place(task, event),
         lost_peers={worker.worker: event.peer if task.is_member(event.peer) else ""} if symptom else {},
         links={worker.worker: lost_peers} if symptom and lost_peers else {},
+        is_program_fault=judge_report(error).guilt is Guilt.PROGRAM and not strikes.is_ordered(worker, event.kind),
     )
     return incidents.blame(state, fact)
 

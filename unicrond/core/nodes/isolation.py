@@ -14,6 +14,9 @@ Rules
 * Nodes whose agents are too old to run a check are readmitted after a time, as they always were.
 * A node that turns out to be innocent is readmitted at any time: the tasks whose workers ended there have failed
   elsewhere too. Not where the hardware itself was blamed.
+* A node that was isolated for ends of unknown cause keeps the suspicion when it returns, passed check or not: one more
+  such end of that task isolates it again, and ends on two suspected nodes are the task's fault. A person, or the
+  failure of that task, clears it.
 * None is readmitted while an incident blames it: it would be isolated for that again.
 
 | phase | is | until |
@@ -42,7 +45,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from unicrond.core.state.changes import with_node
-from unicrond.core.state.node_parts import Isolation, Probation
+from unicrond.core.state.node_parts import Isolation, Probation, Suspicion
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Severity
 from unicrond.events import vocabulary as v
 
@@ -114,12 +117,27 @@ def limit_us(policy: dict[str, float], name: str) -> int:
 
 def begin(state: ClusterState, node: Node, reason: str) -> Node:
     """Return the node isolated, once more."""
+    suspicion = _suspicion(state, node, reason)
     return replace(
         node,
         reason=reason,
         isolation=Isolation(active=True, count=node.isolation.count + 1, probation=_initial_probation(state, node)),
-        health=replace(node.health, returns_us=()),
+        health=replace(node.health, returns_us=(), suspicion=suspicion),
     )
+
+
+def _suspicion(state: ClusterState, node: Node, reason: str) -> Suspicion | None:
+    tasks = tuple([task.name for task in state.active if task.troubles.names(node.name)])
+    old = node.health.suspicion
+    if not tasks:
+        return old
+    count, since_us = (old.count, old.since_us) if old else (0, state.now_us)
+    return Suspicion(count=count + 1, since_us=since_us, cause=reason, tasks=tasks)
+
+
+def without_suspicion(node: Node) -> Node:
+    """Return the node, of which nothing is suspected any more."""
+    return replace(node, health=replace(node.health, suspicion=None)) if node.health.suspicion else node
 
 
 def _initial_probation(state: ClusterState, node: Node) -> Probation | None:
@@ -208,6 +226,7 @@ def repair_ended(state: ClusterState, event: v.RepairEnded) -> ClusterState:
 
 def pardon(state: ClusterState, node: Node, reason: str) -> Node:
     """Return the node after a person has said that it may work again."""
+    node = without_suspicion(node)
     if not node.isolation.active or not (state.check_limit_us or node.isolation.probation):
         return node
     return _with_probation(node, replace(_probation(node), pardon=f"a person asked for it: {reason}"))

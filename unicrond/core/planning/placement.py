@@ -12,6 +12,8 @@ Rules
 * If a replica cannot be placed without moving others, the cheapest replicas with smaller groups move away, if
   there is room for them elsewhere. If even that does not help, the task is `short` and the caller
   re-plans with the count that fits, or accepts.
+* Nodes that cannot talk to each other (`apart`) do not carry the same task; the caller leaves out of `current` what has
+  to go for that.
 * Types of GPU are placed apart: a task has all its workers on nodes of one type (`place_apart`).
 * Equal input gives equal output, whatever the order of the mappings.
 """
@@ -48,6 +50,7 @@ def place(
     shapes: Mapping[str, Shape],
     nodes: Mapping[str, int],
     current: Mapping[str, Sequence[Replica]],
+    apart: Sequence[tuple[str, str]] = (),
 ) -> Placement:
     """Place `counts[task]` replicas of each task on `nodes` (name -> slots), starting from the present placement.
 
@@ -65,11 +68,12 @@ def place(
     cluster = _ClusterSlots(
         shapes, nodes, {task: _staying_replicas(current.get(task, ()), counts[task], nodes) for task in sorted(counts)}
     )
+    cluster.set_apart(apart)
     new_counts = {task: counts[task] - len(cluster.seated[task]) for task in counts}
     short: dict[str, int] = {}
     for task in sorted(counts, key=lambda t: (-shapes[t].tp, -new_counts[t] * shapes[t].workers, t)):
         missing = _seat_new(cluster, task, new_counts[task])
-        while missing and _make_room(cluster, shapes[task].tp):
+        while missing and not apart and _make_room(cluster, shapes[task].tp):
             missing = _seat_new(cluster, task, missing)
         if missing:
             short[task] = missing
@@ -83,18 +87,20 @@ def place_apart(
     nodes: Mapping[str, int],
     current: Mapping[str, Sequence[Replica]],
     gpus: tuple[Mapping[str, str], Mapping[str, str]],
+    apart: Sequence[tuple[str, str]] = (),
 ) -> Placement:
     """Place each task as `place` does, on nodes with its type of GPU. `gpus`: the types of the nodes and of the tasks;
     an empty first mapping means that all nodes are alike."""
     of_node, of_task = gpus
     if not of_node:
-        return place(counts, shapes, nodes, current)
+        return place(counts, shapes, nodes, current, apart)
     parts = [
         place(
             {task: count for task, count in counts.items() if of_task[task] == gpu},
             shapes,
             {node: slots for node, slots in nodes.items() if of_node[node] == gpu},
             current,
+            apart,
         )
         for gpu in sorted({of_task[task] for task in counts})
     ]
@@ -118,11 +124,23 @@ class _ClusterSlots:
         self.by_gap: dict[int, list[str]] = {}  # nodes by free seats, names sorted
         self.tickets = 0
         self.moves = 0
+        self.apart: dict[str, set[str]] = {}  # node -> those that it cannot talk to
         for task, replicas in staying.items():
             for replica in replicas:
                 self._stay(task, replica)
         for node, seats in sorted(self.free.items()):
             self.by_gap.setdefault(seats, []).append(node)
+
+    def set_apart(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Keep new replicas of a task off nodes that cannot talk to one of the task's nodes."""
+        for first, second in pairs:
+            self.apart.setdefault(first, set()).add(second)
+            self.apart.setdefault(second, set()).add(first)
+
+    def _is_out_of_reach(self, task: str, node: str) -> bool:
+        """Return whether a node of the task cannot talk to this one."""
+        workers = self.of_task[task]
+        return any(workers[other] > 0 for other in self.apart.get(node, ()))
 
     def _stay(self, task: str, replica: Replica) -> None:
         """Keep a replica in place, before gaps are indexed: nearly all replicas stay."""
@@ -201,6 +219,9 @@ class _ClusterSlots:
         task_nodes = [node for node, workers in self.of_task[task].items() if workers and self.free[node] >= least]
         if task_nodes:
             return min(task_nodes, key=lambda node: (_gap_rank(self.free[node], demand), node))
+        if self.apart:
+            nodes = [n for n, gap in self.free.items() if gap >= least and not self._is_out_of_reach(task, n)]
+            return min(nodes, key=lambda node: (_gap_rank(self.free[node], demand), node), default=None)
         gaps = [gap for gap, names in self.by_gap.items() if gap >= least and names]
         return self.by_gap[min(gaps, key=lambda gap: _gap_rank(gap, demand))][0] if gaps else None
 

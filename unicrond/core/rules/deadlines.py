@@ -5,11 +5,13 @@ Ids name their subject so exactly that one which comes late means nothing any mo
 `symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`, `check:<node>#<nth>` (after failed attempts
 `#<nth>.<attempts>`), `drain:<node>#<us>.<lead>` and `empty:<node>#<us>` (near that time, and then),
 `window:<id>#near.<lead>` and `window:<id>#end`, `forget:<node>#<when it left>`, `wait:<task>#<us>` and
-`turn:<task>#<us>` (since then).
+`turn:<task>#<us>` (since then), `restart:<task>#<us>` (the back-off after a fault of its program then),
+`links:<task>#<generation>.<rounds>` (a meeting, or probes of links, take long).
 """
 
 from __future__ import annotations
 
+from unicrond.core.faults import links, program_faults
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes import isolation
 from unicrond.core.nodes import node_removal as forgetting
@@ -28,13 +30,15 @@ def deadlines(survey: Survey) -> dict[str, int]:
         if incident.is_overdue:
             continue
         if incident.severity is Severity.SEV3:
-            standing[f"symptom:{incident.id}"] = int(policy.symptom_window_s * _SECOND_US)
+            probes_us = links.answers_in_us(state, incident)
+            standing[f"symptom:{incident.id}"] = int(policy.symptom_window_s * _SECOND_US) + probes_us
         elif _lives(state, incident.worker):
             # A worker with an error ends by itself, and tells more by that; a hanging one does not.
             length_s = policy.symptom_window_s if incident.kind == "hang" else policy.exit_s
             standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
     standing.update(isolation.deadlines(state, survey.nodes.isolated, policy.isolation_s))
     standing.update(turns.deadlines(state))
+    standing.update(program_faults.deadlines(state))
     standing.update(departures.deadlines(state, policy, survey.nodes.dated))
     standing.update(forgetting.deadlines(state, survey.nodes.left_nodes, policy.forget_s))
     for task in state.tasks.values():
@@ -45,6 +49,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
             if worker.status is WorkerStatus.STARTING:
                 length_s = task.spec.start_timeout_s or policy.worker_start_s
                 standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
+        standing.update(links.deadlines(state, task))
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.pace.iteration_us)
             if task.membership.members:

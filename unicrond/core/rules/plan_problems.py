@@ -11,6 +11,10 @@ Rules
 * What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
   `basis` does not hold it, so that learning by itself never moves a worker.
 * With several types of GPU each is a pool, also while no node of it may carry workers.
+* While nodes cannot talk to each other (faults/links.py) no task gets more workers than stand on nodes of which all
+  can; and no table is made, since such a plan holds only until the link is back.
+* A task whose program fails without achieving anything is worth next to nothing: one FLOP/s for each worker, and no
+  floor. So it gets workers that idle otherwise, and none that another has a use for (faults/program_faults.py).
 * A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others. Nor does one
   whose `gpus` say that it achieves nothing on the types that there are.
 """
@@ -21,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypedDict
 
+from unicrond.core.faults.links import ends_to_leave
 from unicrond.core.planning.feasibility import Seats, seats_matter, seats_of
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
@@ -52,7 +57,7 @@ def problem_of(survey: Survey) -> Problem:
 def situation_of(survey: Survey) -> Situation | None:
     """Return what stands before the next event; None while the last one has not been planned for."""
     state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
-    if not survey.fresh or any(_is_faulty(survey, task) for task in tasks):
+    if not survey.fresh or survey.barred_pairs or any(_is_faulty(survey, task) for task in tasks):
         return None
     on_node: dict[str, set[str]] = {name: set() for name in capacity}
     for task in tasks:
@@ -156,6 +161,9 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     alternatives = _alternatives(survey, task, shape, gpu) if chooses or survey.types else ()
     curve = curves.get(shape) or curves[task.spec.shape]
     fits = shape.tp <= survey.largest and not _kept_off(task, curve)
+    if survey.barred_pairs and not at_rest:
+        most = min(most, _room_of_one(survey))
+        fits = fits and most >= task.spec.min_workers
     problem = TaskProblem(
         name=task.name,
         weight=task.spec.weight,
@@ -176,9 +184,29 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         priority=task.spec.priority,
         preemptible=task.spec.preemptible or task.name in survey.over_quota,
     )
+    if task.name in survey.failing:
+        return _worthless(problem)
     if not task.spec.gpus or survey.types or not problem.floor:
         return problem
     return replace(problem, floor=problem.least_that_achieves or problem.floor)  # as in a pool of several
+
+
+def _worthless(problem: TaskProblem) -> TaskProblem:
+    """Return the problem of a task that gets only what others have no use for."""
+    alternatives = [replace(option, curve=_idle_curve(option.curve)) for option in problem.alternatives]
+    return replace(
+        problem,
+        floor=0,
+        turn=0,
+        preemptible=True,
+        throughput=_idle_curve(problem.curve),
+        alternatives=tuple(alternatives),
+    )
+
+
+def _idle_curve(curve: Curve) -> Curve:
+    """Return a curve that achieves one FLOP/s for each worker where `curve` achieves anything."""
+    return Curve({workers: float(workers) for workers, flops in curve.rounded() if flops})
 
 
 def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:
@@ -196,6 +224,13 @@ def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple
             if not _kept_off(task, curve):
                 alternatives.append(Alternative(shape, curve, most, gpu_type if survey.types else ""))
     return tuple(alternatives)
+
+
+def _room_of_one(survey: Survey) -> int:
+    """Return the most workers that one task can have: of nodes that cannot talk to each other, only one end counts."""
+    pairs = [pair for pair in survey.barred_pairs if all(end in survey.capacity for end in pair)]
+    ends = ends_to_leave(pairs, {end: (survey.capacity[end],) for pair in pairs for end in pair})
+    return sum(survey.capacity.values()) - sum(survey.capacity[end] for end in ends)
 
 
 def _kept_off(task: Task, curve: Curve) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+from unicrond.core.faults.links import Pair, barred_pairs
+from unicrond.core.faults.program_faults import avoided_nodes, is_failing
 from unicrond.core.nodes import gpu_types
 from unicrond.core.planning.problem import Curve
 from unicrond.core.state.ordered_map import changed
@@ -105,9 +107,11 @@ class Survey:
     """What the rules want to know of `state`. Several threads may ask.
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
-    depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py. `fresh`: the adopted
+    depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py.
+    `failing`: tasks whose programs fail, `avoided`: nodes that tasks are kept off, if there is room elsewhere
+    (faults/program_faults.py). `fresh`: the adopted
     plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty
-    where there is one.
+    where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -120,6 +124,10 @@ class Survey:
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
         self.over_quota = over_quota(state)
+        self.barred_pairs: tuple[Pair, ...] = barred_pairs(state)
+        self.failing = frozenset([task.name for task in self.active if is_failing(task)])
+        avoided = {task.name: avoided_nodes(task, policy.strikes_max) for task in self.active}
+        self.avoided: Mapping[str, tuple[str, ...]] = {name: nodes for name, nodes in avoided.items() if nodes}
         self._planned = tuple(
             [
                 (
@@ -127,6 +135,8 @@ class Survey:
                     task.submitted_seq,
                     *(("turn",) * (task.name in self.turns)),
                     *(("over quota",) * (task.name in self.over_quota)),
+                    *(("fails",) * (task.name in self.failing)),
+                    *self.avoided.get(task.name, ()),
                 )
                 for task in self.active
             ]
@@ -138,7 +148,9 @@ class Survey:
             and (before.capacity is self.capacity or before.capacity == self.capacity)
         )
         is_unchanged = is_unchanged and before is not None and before.gpus == self.gpus
-        self.basis: str = before.basis if before and is_unchanged else _digest(self.capacity, self._planned, self.gpus)
+        is_unchanged = is_unchanged and before is not None and before.barred_pairs == self.barred_pairs
+        facts = self.capacity, self._planned, self.gpus, self.barred_pairs
+        self.basis: str = before.basis if before and is_unchanged else _digest(*facts)
         self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
         alike = before is not None and before.nodes.services == self.nodes.services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
@@ -282,8 +294,10 @@ def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:
     return state.worker_mtbf_us or int(policy.worker_mtbf_s * _SECOND_US)
 
 
-def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[object, ...], ...], gpus: Mapping[str, str]) -> str:
+def _digest(
+    nodes: Mapping[str, int], tasks: tuple[tuple[object, ...], ...], gpus: Mapping[str, str], pairs: tuple[Pair, ...]
+) -> str:
     """Return a digest that does not depend on the order of nodes and tasks."""
     types = [(name, gpus[name]) for name in sorted(nodes)] if gpus else []
-    text = repr((sorted(nodes.items()), sorted(tasks), *([types] if types else [])))
+    text = repr((sorted(nodes.items()), sorted(tasks), *([types] if types else []), *([pairs] if pairs else [])))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -88,6 +88,7 @@ TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
     v.NodeLost: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER),
     v.NodeJoined: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER),
     v.IncidentEscalated: (_B.WORKER_GIVEN_UP,),
+    v.WorkersWithdrawn: (_B.WORKER_GIVEN_UP, _B.CAUSE_OPENS),
     v.NodeIsolated: (_B.NODE_ISOLATED,),
     v.TransitionCompleted: (_B.CLOSES,),
 }

@@ -77,16 +77,27 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     probation: Probation | None = msgspec.field(default=None, name="isolation")
 
 
+class Suspicion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the node was isolated for without proof, so often: workers of `tasks` ended there, and not elsewhere."""
+
+    count: int
+    since_us: int
+    cause: str
+    tasks: tuple[str, ...] = ()
+
+
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
     `loss_ordered`: somebody has ordered its loss; its next return is none of these. `repair_need`: what its hardware
-    needs, by its driver's word. `failure_forecast`: why its failure is expected (drains.py).
+    needs, by its driver's word. `failure_forecast`: why its failure is expected (drains.py). `suspicion`: what it was
+    isolated for, kept when it returns (isolation.py).
     """
 
     returns_us: tuple[int, ...] = always(())
     loss_ordered: bool = False
     repair_need: RepairNeed = ""
     failure_forecast: str = ""
+    suspicion: Suspicion | None = None
 
 
 class NodeDeparture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

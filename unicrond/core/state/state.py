@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from unicrond.core.state.hang_tally import Lateness
+from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
@@ -71,7 +72,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A host; its subjects stand in node_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
     `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: all run
-    as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py).
+    as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py). `probe_port`: where
+    its agent answers probes of links; 0: nowhere.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: MemoryService | None = always(None)
     users: tuple[str, ...] = ()
     gpu: str = ""
+    probe_port: int = 0
     cordon: Cordon = Cordon()
     isolation: Isolation = Isolation()
     health: NodeHealth = NodeHealth()
@@ -249,7 +252,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     had to be trained again, since no live replica was left; `state_from`: where the state came from then. `resumed_us`:
     when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
     iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
-    that no survivor could keep.
+    that no survivor could keep. `is_program_fault`: the task's own program is at fault, and no node pays for it.
     """
 
     id: str
@@ -280,6 +283,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     links: dict[str, tuple[str, ...]] = {}
     micro_batches_finished: dict[str, tuple[int, int]] = {}
     micro_batches_lost: int = 0
+    is_program_fault: bool = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -358,7 +362,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
     `log_adopted_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
-    without end.
+    without end. `links`: those that are bad, or were of late (faults/links.py).
     """
 
     seq: int = always(0)
@@ -387,6 +391,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     windows: dict[str, Window] = {}
     quotas: Mapping[str, int] = {}
     starvation_us: int = 0
+    links: dict[str, NodeLink] = {}
     by_node_cache: ByNode | None = None
 
     @property

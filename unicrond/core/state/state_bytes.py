@@ -65,8 +65,8 @@ TASK_FIELDS: tuple[str, ...] = (
     "group.stragglers",
     "ending.stop",
     "ending.loop_exits",
-    "troubles.early_ends",
-    "troubles.early_below",
+    "troubles.crashes",
+    "troubles.deaths",
     "group.meetings",
     "group.overdue_generation",
     "group.membership_parts",
@@ -94,6 +94,9 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.revised_us",
     "pace.start_us",
     "pace.starting_since_us",
+    "group.probing",
+    "owner",
+    "updated_us",
 )
 
 #: Where each field of a flat node stands in a Node.
@@ -130,10 +133,12 @@ NODE_FIELDS: tuple[str, ...] = (
     "cordon.overdue",
     "cordon.window",
     "health.failure_forecast",
+    "health.suspicion",
     "departure.left_us",
     "departure.removal",
     "departure.leave_ordered",
     "gpu",
+    "probe_port",
 )
 
 

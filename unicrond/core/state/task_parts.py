@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.workers import Membership
 from unicrond.events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
 from unicrond.events.vocabulary.field_defaults import always
@@ -142,7 +143,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     members that are slower than the other replicas, by worker. `membership_parts`: parts of the next membership, as far
     as they have come (events/vocabulary/placements.py). `lead_confirmed`: the newest group's lead has said for all that
     they are in it (MembershipDecided.leader_confirms). `last_membership`: the last membership of which a lead had said
-    so, until the newest group has met.
+    so, until the newest group has met. `probing`: probes of the links between its members (faults/links.py).
     """
 
     formed_after: int = always(0)
@@ -155,18 +156,49 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     membership_parts: PartialMembership | None = None
     lead_confirmed: bool = False
     last_membership: Membership | None = None
+    probing: LinkProbing = LinkProbing()
+
+
+class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The faults of the task's own program since it last was calm (faults/program_faults.py).
+
+    `count`: all; `fruitless`: those without a new iteration since the one before; `early`: ends without a word
+    (`left_early`); `same_nan`: losses that were not finite in the same iteration, one after the other.
+    Of the last: `text` for people, `signature`, `iteration` it came in, the `nodes` it came on, `tail` of the output,
+    `refusals`: the nodes that have refused a start;
+    `best`: the best iteration by then; workers of numbers `below`, that have joined no group after `generation`, belong
+    to it. `waits`: the back-off after it is not over.
+    """
+
+    count: int = 0
+    fruitless: int = 0
+    early: int = 0
+    same_nan: int = 0
+    text: str = ""
+    signature: str = ""
+    iteration: int = 0
+    nodes: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    tail: str = ""
+    best: int = 0
+    below: int = 0
+    generation: int = 0
+    first_us: int = 0
+    last_us: int = 0
+    waits: bool = False
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
     are one blow; a worker that was started after it makes the next.
 
+    Faults of the program are none of these: they stand in `crashes`. `deaths`: per node, the signature of the last end
+    of unknown cause there since the last new iteration (faults/program_faults.py).
+
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted. `stuck`:
     blows anywhere since the task last committed a new iteration. `ends`: per node, of how many broken links it was an
     end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
-    given up for that; `unclear_breaks`: how often of these another was as likely at fault. `early_ends`: how often its
-    program has ended in mid-training without a word (`left_early`), since it last was calm; workers of numbers below
-    `early_below` belong to the last time.
+    given up for that; `unclear_breaks`: how often of these another was as likely at fault.
     """
 
     strikes: dict[str, int] = always({})
@@ -175,8 +207,8 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ends: dict[str, int] = always({})
     breaks: dict[str, int] = always({})
     unclear_breaks: dict[str, int] = {}
-    early_ends: int = 0
-    early_below: int = 0
+    crashes: Crashes | None = None
+    deaths: dict[str, str] = {}
 
     @property
     def of_nodes(self) -> bool:

@@ -41,6 +41,7 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.HangSuspected: GIVEN_UP,
     v.CorruptionSuspected: GIVEN_UP,
     v.IncidentEscalated: GIVEN_UP,
+    v.WorkersWithdrawn: GIVEN_UP,
     v.NodeLost: dict.fromkeys(WorkerStatus, _S.LOST),
     v.NodeLeft: _REMOVAL,
     v.NodeForgotten: _REMOVAL,  # a start may have been decided before the node was seen to leave

@@ -36,6 +36,14 @@ _ENDING = (WorkerStatus.STOPPING, WorkerStatus.LOST)
 _NEVER_TO_TRAIN = (*_ENDING, WorkerStatus.PARKED)
 
 
+class WorkerError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last error that a worker has reported, or that was found of it (faults/program_faults.py)."""
+
+    kind: str
+    text: str
+    iteration: int = 0
+
+
 class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
 
@@ -56,6 +64,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     answered_generation: int = 0
     section: str = ""
     section_limit_us: int = 0
+    error: WorkerError | None = None
 
     @property
     def alive(self) -> bool:

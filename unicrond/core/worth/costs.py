@@ -51,7 +51,6 @@ MILLION = 1_000_000
 _DAY_WEIGHT = 905_724
 _DAYS_MAX = 400
 #: Errors that a program makes.
-_PROGRAM_KINDS = frozenset(("exception", "nan_loss", "data_error", "left_early", "out_of_memory"))
 #: Events that change no rate, most of the log among them: nothing to add up.
 _FREE = frozenset(
     (
@@ -201,13 +200,8 @@ def _failures(before: ClusterState, event: v.AnyEvent) -> int:
 
 
 def is_hardware_failure(incident: Incident) -> bool:
-    """Return whether the incident took a process or a node, and no program is known to have done it.
-
-    A process that is killed, hangs, or loses its node says nothing against its program; one that raises, leaves early,
-    computes no finite loss, or ends by an exit code of its own does.
-    """
-    is_exit = incident.kind in ("process_exit", "start_failed") and "exit code" in incident.message
-    return incident.severity < Severity.SEV3 and incident.kind not in _PROGRAM_KINDS and not is_exit
+    """Return whether the incident took a process or a node, and its program is not known to have done it."""
+    return incident.severity < Severity.SEV3 and not incident.is_program_fault
 
 
 def _repeats(state: ClusterState, task: str) -> bool:

@@ -11,7 +11,8 @@ Rules
   others say, and no longer counts once it is within a twentieth of it. Each time the same is measured again after
   that, it lasts twice as long, up to LIFE_MAX_US.
 * Of a task on one number of workers alone nothing is taken back: there is nothing better to believe.
-* What was measured on another type of GPU, or in another layout, stands apart (gpu_types.py, waf.py).
+* What was measured on another type of GPU, or in another layout, stands apart (gpu_types.py, waf.py). When the task
+  comes back there, its nodes are forgotten and it fades from then on.
 
 Who pays: a task that truly gains nothing by a worker is tried with it once for each node that comes, or goes out of
 such a set, and after one hour, two, four, up to a day; each try costs a move there and back. Without it, one slow node
@@ -79,6 +80,15 @@ def dated(task: Task, now_us: int) -> Pace:
         return pace
     circumstances = replace(circumstances, nodes=nodes, measured_us=now_us)
     return replace(pace, circumstances=pace.circumstances | {key: circumstances})
+
+
+def put_in_force(pace: Pace, now_us: int) -> Pace:
+    """Return the pace of a task that comes back to a layout or a type: what was measured there before is dated now."""
+    bare = {number: flops for number, flops in pace.measurements.items() if number not in pace.circumstances}
+    if not bare:
+        return pace
+    dates = {number: Circumstances(flops=flops, nodes=(), measured_us=now_us) for number, flops in bare.items()}
+    return replace(pace, circumstances=pace.circumstances | dates)
 
 
 def others_say(task: Task, workers: int) -> int:

@@ -1,16 +1,24 @@
-// Nodes x slots: who runs where, and which nodes are out. A canvas, for there may be a thousand nodes; beside it, for
-// keyboards and readers, the nodes that are not up as a table, and any node by its name.
+// The first view: is it all right, and if not, what to do; who runs where; the tasks' progress; the last hour.
+// Nodes x slots are a canvas, for there may be a thousand nodes; beside it, for keyboards and readers, the nodes that are
+// not up as a table, and any node by its name. What needs somebody, and what changed, are the head's own words.
 
-import { STATUS, card, colourOf, css, h, sharp, show, table } from "./dom.js";
+import { accountButton, told } from "./account.js";
+import { STATUS, card, colourOf, css, h, sharp, show, span, table } from "./dom.js";
 import { nodeButtons } from "./acting.js";
 
 const BY_NAME = new Intl.Collator("en", { numeric: true }); // node9 before node10
+const HOUR_S = 3600;
+/** How often the last hour is asked for. */
+const HOUR_MS = 5000;
 const ENDING = new Set(["stopping", "lost", "parked"]);
 
 export class Cluster {
   constructor(source) {
     this.source = source;
     this.chosen = "";
+    this.verdict = h("div", { "aria-live": "polite", id: "verdict" });
+    this.tasks = h("div", {});
+    this.hour = h("pre", { class: "account", id: "hour" });
     this.summary = h("div", { class: "cards" });
     this.legend = h("p", {});
     this.canvas = h("canvas", { id: "grid", role: "img", tabindex: 0, "aria-label": "nodes and their slots; arrow keys choose a node",
@@ -22,7 +30,7 @@ export class Cluster {
     } });
     this.details = h("div", { "aria-live": "polite" });
     this.trouble = h("div", {});
-    this.element = h("section", {}, this.summary, this.legend, this.canvas, h("form", { onsubmit: (event) => event.preventDefault() }, this.find), this.details, this.trouble);
+    this.element = h("section", {}, this.verdict, this.summary, h("h2", {}, "Tasks"), this.tasks, h("h2", {}, "Nodes"), this.legend, this.canvas, h("form", { onsubmit: (event) => event.preventDefault() }, this.find), this.details, this.trouble, h("h2", {}, "The last hour"), this.hour);
     new ResizeObserver(() => this.view && this.paint()).observe(this.element);
   }
 
@@ -40,6 +48,9 @@ export class Cluster {
     show(this.legend, view.tasks.map((task, at) => h("span", { class: "key" }, h("i", { class: "box", style: { background: colourOf(at) } }), h("a", { href: `#ranks/${encodeURIComponent(task.name)}` }, task.name))),
       [["free", "--line", 1], ["isolated, cordoned or drained", "--warn", 0.5], ["lost", "--bad", 0.5]].map(([text, colour, opacity]) => h("span", { class: "key faint" }, h("i", { class: "box", style: { background: `var(${colour})`, opacity } }), text)));
     if (!view.nodes.length) show(this.legend, "No node has joined yet: unicrond enroll NODE, then unicron-agent on it.");
+    this.judge(view);
+    this.progress(view);
+    this.recall(view);
     this.paint();
     this.tell();
     const out = view.nodes.filter((node) => node.status !== "up");
@@ -47,6 +58,35 @@ export class Cluster {
     show(this.trouble, out.length ? [h("h2", {}, "Nodes that are not up"), table(["node", "status", ...(types ? ["GPU"] : []), "reason"], out.slice(0, 100).map((node) => [
       node.name, h("span", { class: STATUS[node.status] }, node.status), ...(types ? [node.gpu ?? "-"] : []), h("td", { class: "wide" }, node.reason || "-")]), (row) => this.choose(out[row])),
     out.length > 100 && h("p", { class: "faint" }, `and ${out.length - 100} more`)] : []);
+  }
+
+  /** What needs somebody, each with what to do. */
+  judge(view) {
+    const { health, replay } = this.source, alarms = replay ? [] : (health?.trouble ? [health.trouble] : []).concat(health?.alarms ?? []);
+    const todo = [...alarms.map((text) => ({ what: text, remedy: "unicronctl status" })), ...view.attention];
+    show(this.verdict, h("h2", { class: todo.length ? "bad" : "good" }, todo.length ? `${todo.length} ${todo.length === 1 ? "thing needs" : "things need"} somebody` : "All is well"),
+      todo.length > 0 && h("ul", { class: "todo" }, todo.slice(0, 12).map(({ what, remedy, place }) => h("li", {}, place ? h("a", { href: `#${place}` }, what) : what, remedy && [" ", h("code", { class: "faint" }, remedy)])),
+        todo.length > 12 && h("li", { class: "faint" }, `and ${todo.length - 12} more`)));
+  }
+
+  progress(view) {
+    const live = view.tasks.filter((task) => task.status === "active"), ended = view.tasks.length - live.length;
+    show(this.tasks, live.length ? table(["task", "progress", "#workers", "#loss", "#to go", "state"], live.slice(0, 50).map((task) => {
+      const share = Math.min(1, task.iteration / Math.max(1, task.iterations));
+      const state = task.reason || (task.workers < task.min_workers ? "below its least workers" : task.whole ? "trains" : "gathers");
+      return [h("a", { href: `#ranks/${encodeURIComponent(task.name)}` }, task.name), h("td", {}, h("span", { class: "progress" }, h("i", { style: { width: `${100 * share}%` } })), `${task.iteration} of ${task.iterations}`),
+        `${task.workers} of ${task.min_workers === task.max_workers ? task.max_workers : `${task.min_workers}..${task.max_workers}`}`, task.loss === null || task.loss === undefined ? "-" : Number(task.loss.toPrecision(4)), task.eta_us ? span(task.eta_us) : "-", h("td", { class: "wide" }, state)];
+    })) : h("p", {}, "No task is active."), ended > 0 && h("p", { class: "faint" }, h("a", { href: "#tasks" }, `${ended} ended`)));
+  }
+
+  /** What changed in the last hour, while somebody looks. */
+  recall(view) {
+    if (this.recalled === view.seq || this.recalling || document.hidden) return;
+    this.recalling = true;
+    told(this.source, `v1/story?last_s=${HOUR_S}`, this.hour, (story) => {
+      if (story) this.recalled = story.seq;
+      setTimeout(() => { this.recalling = false; if (this.element.isConnected && this.view.seq !== this.recalled) this.recall(this.view); }, this.source.replay ? 200 : HOUR_MS);
+    });
   }
 
   /** The size of a cell follows from how many nodes must fit. */
@@ -135,6 +175,6 @@ export class Cluster {
       node.workers.length ? table(["worker", "#rank", "status"], node.workers.map(([task, number, rank, status]) => {
         const name = this.view.tasks[task].name;
         return [h("a", { href: `#ranks/${encodeURIComponent(name)}` }, `${name}.${number}`), rank < 0 ? "-" : rank, status];
-      })) : h("p", {}, "no workers"), h("p", {}, h("a", { href: `#plan/lose/${encodeURIComponent(node.name)}` }, "What if it were lost?")), nodeButtons(this.source, node)));
+      })) : h("p", {}, "no workers"), h("p", {}, h("a", { href: `#plan/lose/${encodeURIComponent(node.name)}` }, "What if it were lost?")), accountButton(this.source, "node", node.name), nodeButtons(this.source, node)));
   }
 }

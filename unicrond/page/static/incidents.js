@@ -1,10 +1,9 @@
-// Incidents on a line of time, and the story of one: cause, evidence, decision, times, what was repeated, log tail.
+// Incidents on a line of time and in a table, and the head's account of one.
 
-import { ERRORS } from "./source.js";
-import { SEVERITY, clock, css, h, moment, sharp, show, si, span, table } from "./dom.js";
+import { account } from "./account.js";
+import { SEVERITY, clock, css, h, moment, sharp, show, span, table } from "./dom.js";
 
 const ROW = 14;
-const DECISIONS = new Set(["MembershipDecided", "PlanAdopted", "NodeIsolated", "StopWorker", "TaskFailed"]);
 
 export class Incidents {
   constructor(source) {
@@ -28,6 +27,7 @@ export class Incidents {
     if (this.wanted) { const one = view.incidents.find(({ id }) => id === this.wanted); this.wanted = ""; if (one) this.tell(one); }
     if (seen === this.seen) return;
     this.seen = seen;
+    if (this.chosen && this.story.childElementCount) this.tell(view.incidents.find(({ id }) => id === this.chosen));
     const newest = [...view.incidents].reverse();
     show(this.list, newest.length ? table(["incident", "severity", "cause", "node", "tasks", "response", "#detection", "#transition", "#repeated", "when"], newest.map((one) => [
       one.id, h("span", { style: { borderLeft: `.4rem solid ${SEVERITY[one.severity]}`, paddingLeft: ".4rem" } }, one.severity), one.kind, one.node, one.tasks.join(", ") || "-",
@@ -65,33 +65,13 @@ export class Incidents {
     return this.boxes.findLast((one) => x >= one.x - 2 && x <= one.x + one.w + 2 && y >= one.y && y < one.y + ROW)?.one;
   }
 
+  /** The head's own account, and nothing of ours. */
   async tell(incident) {
     if (!incident) return;
     this.chosen = incident.id;
     this.paint();
-    const evidence = h("td", { class: "wide" }, "reading the log"), decision = h("td", { class: "wide" }, "reading the log");
-    const one = incident, facts = [
-      ["cause", `${one.kind}: ${one.message}`], ["where", `${one.worker ? `worker ${one.worker} on ` : ""}node ${one.node}${one.place ? `, ${one.place}` : ""}`],
-      ["hit", one.tasks.join(", ") || "no task"], ["evidence", evidence], ["decision", decision], ["response", `${one.severity}: ${one.response}`],
-      ["times", `occurred ${clock(one.occurred_us)}, in the log ${clock(one.detected_us)} (${span(one.detection_us)} later)${one.resumed_us ? `, training again ${clock(one.resumed_us)}` : ""}${one.closed_us ? `, closed ${clock(one.closed_us)}` : ", still open"}`],
-      ["repeated", `${one.micro_batches_repeated} micro-batches${one.iterations_lost ? `, ${one.iterations_lost} iterations (state from ${one.state_from})` : ""}`], ["cost", one.flop ? `${si(one.flop, "FLOP")}, weighted` : "-"]];
-    const entries = h("div", { class: "scroll" }, "reading the log"), tail = h("div", {});
-    show(this.story, h("div", { class: "panel" }, h("h3", {}, `${one.id}: ${one.kind}, ${one.severity}`), table(["", ""], facts.map(([name, text]) => [name, text instanceof Node ? text : h("td", { class: "wide" }, text)])),
-      tail, h("h3", {}, "In the log"), entries,
-      h("p", { class: "faint" }, `The whole account: unicron-replay story incident ${one.id}`)));
+    const box = account(this.source, "incident", incident.id);
+    show(this.story, h("div", { class: "panel" }, box));
     this.story.scrollIntoView({ block: "nearest" });
-    try {
-      const found = await this.source.story(one);
-      const opened = Number(one.id.slice(1));
-      const said = (kinds, most, from) => found.filter((entry) => entry.seq >= from && kinds.has(entry.type)).slice(0, most).map((entry) => h("div", {}, entry.summary));
-      const symptoms = one.symptoms ? h("div", {}, `${one.symptoms} further symptoms of it`) : [];
-      const [seen, decided] = [said(ERRORS, 4, 0), said(DECISIONS, 4, opened)];
-      show(evidence, seen.length || one.symptoms ? [seen, symptoms] : "none among the entries here");
-      show(decision, decided.length ? decided : "none yet");
-      const ended = found.map((entry) => entry.envelope.event).filter((event) => event.log_tail || event.detail);
-      const last = ended.find((event) => event.worker === one.worker) ?? ended[0];
-      show(tail, last && [h("h3", {}, `End of the log of ${last.worker}`), h("pre", {}, last.log_tail || last.detail)]);
-      show(entries, table(["#entry", "time", "what"], found.map((entry) => [entry.seq, clock(entry.recorded_at_us), h("td", { class: "wide" }, entry.summary ?? "")])));
-    } catch (error) { show(entries, error.message); }
   }
 }

@@ -29,6 +29,7 @@ function goTo() {
   document.title = `${name} - unicrond`;
   show(document.getElementById("tabs"), Object.keys(VIEWS).map((one, number) =>
     h("a", { href: `#${one}`, "aria-current": one === name && "page", title: `key ${number + 1}` }, one)));
+  document.getElementById("alarms").hidden = name === "cluster"; // which lists them
   views[name].opened?.(about);
   draw();
 }

@@ -1,5 +1,6 @@
 // The plan with its reasons, what each next event would lead to, and "what if".
 
+import { accountButton } from "./account.js";
 import { h, moment, show, si, span, table, worth } from "./dom.js";
 
 /** How the plan was obtained. */
@@ -29,7 +30,7 @@ export class Plan {
     if (this.names.childElementCount !== view.nodes.length) show(this.names, view.nodes.map((node) => h("option", { value: node.name })));
     show(this.now, h("h2", {}, plan.epoch ? `Plan ${plan.epoch}` : "No plan yet"), plan.epoch ? [
       h("p", {}, h("b", {}, plan.trigger), ". ", plan.reason), plan.why && h("p", {}, `Why: ${plan.why}`), h("p", { class: "faint" }, `adopted ${moment(plan.adopted_us)}, ${WAYS[plan.method] ?? plan.method} in ${span(plan.took_us)}; WAF ${worth(view, plan.waf)} planned, ${worth(view, plan.waf_if_healthy)} in health`),
-      table(["task", "#workers", "#in health", "#WAF", ...(types ? ["GPU"] : [])], plan.tasks.map((one) => [one.task, one.workers, one.healthy, worth(view, one.waf), ...(types ? [one.gpu || "-"] : [])]))] : []);
+      table(["task", "#workers", "#in health", "#WAF", ...(types ? ["GPU"] : [])], plan.tasks.map((one) => [one.task, one.workers, one.healthy, worth(view, one.waf), ...(types ? [one.gpu || "-"] : [])])), accountButton(this.source, "plan", plan.epoch)] : []);
     if (this.epoch !== plan.epoch && !this.source.replay) { this.epoch = plan.epoch; this.foresee(); }
   }
 
@@ -38,7 +39,7 @@ export class Plan {
       const { rows, unforeseen } = await this.source.ask("v1/plan/table");
       show(this.foreseen, h("h2", {}, "Should this come next"), table(["event", "of", "#WAF then", "workers"], rows.map((row) => [
         row.event, `${row.subject}${row.nodes.length ? ` and ${row.nodes.length} alike` : ""}`, worth(this.source.view, row.waf), Object.entries(row.workers).map(([task, count]) => `${task} ${count}${row.gpus?.[task] ? ` on ${row.gpus[task]}` : ""}`).join(", ")])),
-      unforeseen && h("p", { class: "faint" }, `${unforeseen} more may come; with several types of GPU some plans are made later`));
+      unforeseen > 0 && h("p", { class: "faint" }, `${unforeseen} more may come; with several types of GPU some plans are made later`));
       if (unforeseen && rows.length !== this.rows) this.epoch = -1; // more are being made
       this.rows = rows.length;
     } catch { this.epoch = -1; /* not made yet: with the next view again */ }

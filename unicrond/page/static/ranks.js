@@ -23,7 +23,7 @@ export class Ranks {
   opened([task]) { if (task && task !== this.task) { this.task = task; this.asked = -1; this.marks = {}; show(this.panel); } }
 
   async draw(view) {
-    this.task ||= view.tasks[0]?.name ?? "";
+    this.task ||= (view.tasks.find((task) => task.workers > 0) ?? view.tasks.find((task) => task.status === "active") ?? view.tasks.at(-1))?.name ?? "";
     const about = this.task;
     show(this.tabs, view.tasks.map((task) => [h("a", { href: `#ranks/${encodeURIComponent(task.name)}`, "aria-current": task.name === about && "true", class: task.name === about ? "good" : "" }, task.name), " "]));
     if (!about) { show(this.grid, h("p", {}, "No task yet.")); return; }

@@ -8,8 +8,6 @@
 const ENTRIES_MAX = 5000;
 const BACKLOG = 2000;
 const VIEW_MS = 1000;
-/** What tells of an error. */
-export const ERRORS = new Set(["ErrorReported", "WorkerExited", "NodeLost", "NodeReturned", "HangSuspected", "AcceleratorReported", "CorruptionSuspected", "StragglerObserved"]);
 
 export class Refused extends Error {
   constructor(text, status) { super(text); this.status = status; }
@@ -153,29 +151,5 @@ export class Source extends EventTarget {
         }
       }
     }
-  }
-
-  /** The entries of an incident's life that concern it, from a little before it until it was closed. */
-  async story(incident) {
-    const opened = Number(incident.id.slice(1)), from = Math.max(0, opened - 25), found = [];
-    const concerns = (event, seq) => {
-      if (seq < opened && !ERRORS.has(event.type)) return false; // of what came before only what it may have begun with
-      if (["PlanAdopted", "CoordinatorStarted"].includes(event.type)) return true;
-      if (event.incident === incident.id) return true;
-      if (["StepCommitted", "CommandApplied", "SnapshotStored"].includes(event.type)) return false;
-      return (event.node && event.node === incident.node) || incident.tasks.includes(event.task)
-        || incident.tasks.includes(event.spec?.name) || (event.deadline_id ?? "").includes(incident.id);
-    };
-    const stop = new AbortController();
-    const take = (entry) => {
-      const event = entry.envelope?.event;
-      if (event && concerns(event, entry.seq)) found.push(entry);
-      if ((event?.type === "TransitionCompleted" && event.incident === incident.id) || found.length > 400) stop.abort();
-    };
-    try {
-      const until = this.view.seq;
-      await this.read(`v1/events?after=${from}&until=${until}`, take, undefined, stop.signal);
-    } catch (error) { if (error.name !== "AbortError") throw error; }
-    return found;
   }
 }

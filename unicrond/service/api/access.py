@@ -17,7 +17,7 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from unicrond.display.tables import clean
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
 from unicrond.page.files import is_page
 

@@ -5,6 +5,8 @@
                                            what stands behind it, always 200. No token needed
     GET  /v1/view, /v1/ranks/TASK          what the page shows, and what the token may
     GET  /v1/events?after=SEQ[&until=SEQ][&follow=1]   server-sent events
+    GET  /v1/story?since_us=T|last_s=S     what happened in the cluster since then (views/accounts.py)
+    GET  /v1/story/KIND/NAME               what became of a node, a task, an incident or a plan
     GET  /v1/skips                         the entries that every reader passes over: {SEQ: why}
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
@@ -111,6 +113,7 @@ _STATE_PATHS = (
     "/v1/goodput",
     "/v1/view",
     "/v1/ranks/",
+    "/v1/story",
 )
 #: The grant of the request that is being handled.
 _caller: ContextVar[Grant] = ContextVar("who", default=FULL_GRANT)

@@ -1,4 +1,4 @@
-"""The routes of the web page beside the log: its files, what it shows, goodput.
+"""The routes of the web page beside the log: its files, what it shows, goodput, accounts of what happened.
 
 However many people look, the view of a state is computed once every VIEW_S at most, and in a thread.
 """
@@ -22,6 +22,7 @@ from unicrond.page.view import ranks_of, view
 from unicrond.service.api.http_parts import answer, error, number_in
 from unicrond.service.api.redaction import mask_of, redact
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.views.accounts import DEFAULT_LAST_S, KINDS, NoSuchSubject, Story
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
 
 VIEW_S = 0.5
@@ -53,6 +54,8 @@ class PageApi:
             web.get("/v1/view", self.view),
             web.get("/v1/ranks/{task}", self.ranks),
             web.get("/v1/goodput", self.goodput),
+            web.get("/v1/story", self.cluster_story),
+            web.get("/v1/story/{kind}/{name}", self.story),
             web.get("/v1/views/{name}", self.value),
         ]
 
@@ -88,6 +91,31 @@ class PageApi:
         since = goodput.since(state.now_us - last_s * 1_000_000) if last_s else EMPTY_READING
         body = report(reading(totals, state), state, since, peak_flops)
         return web.json_response(body)  # the standard library's JSON: integers of any size
+
+    async def story(self, request: web.Request) -> web.Response:
+        """Answer with the account of one subject; 404 where there is none of that name, 410 where it may be in the
+        part of the log that came before this head's reading."""
+        accounts, kind, name = self._coordinator.views.accounts, *map(request.match_info.get, ("kind", "name"))
+        if kind not in KINDS:
+            return error(404, f"kind: {str(kind)[:63]} is none of {', '.join(KINDS)}")
+        try:
+            return self._shown(accounts.story(kind, str(name)))
+        except NoSuchSubject as unknown:
+            gone = bool(accounts.after_seq) and kind in ("incident", "plan")
+            return error(410 if gone else 404, f"name: {unknown}"[:500])
+
+    async def cluster_story(self, request: web.Request) -> web.Response:
+        """Answer with the account of the cluster since `since_us`, or of the last `last_s` seconds."""
+        since_us, last_s = number_in(request, "since_us"), number_in(request, "last_s")
+        if since_us is None:
+            span_us = (DEFAULT_LAST_S if last_s is None else last_s) * 1_000_000
+            since_us = max(0, self._coordinator.state.now_us - span_us)
+        health = self._health()
+        alarms = [*filter(None, [health.get("trouble")]), *health.get("alarms", ())]
+        return self._shown(self._coordinator.views.accounts.cluster_story(since_us, alarms))
+
+    def _shown(self, story: Story) -> web.Response:
+        return answer(redact(msgspec.to_builtins(story), mask_of(self._coordinator.state).text))
 
     async def value(self, request: web.Request) -> web.Response:
         """Answer with the value of one of the head's views (views/table.py)."""

@@ -12,6 +12,7 @@ from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.vocabulary import AnyEvent, ErrorKind, SeverityLevel
 from unicrond.events.wire.schemas import SCHEMA
+from unicrond.views.accounts import Accounts
 from unicrond.views.goodput_keeper import GoodputKeeper
 from unicrond.views.spans import Spans
 from unicrond.views.table import VIEWS
@@ -30,14 +31,15 @@ def _ignore_term() -> None:
 
 
 class HeadViews(Views):
-    """Feeds the views of a head: those of the table (views/table.py), and `more`."""
+    """Feeds the views of a head: those of the table (views/table.py), the accounts, and `more`."""
 
     def __init__(self, *more: View, spans: Spans | None = None) -> None:
         self.goodput = GoodputKeeper()
         self.spans = Spans() if spans is None else spans
         own: dict[str, JsonView] = {"goodput": self.goodput, "spans": self.spans}
         self.by_name = {name: own.get(name) or make() for name, make in VIEWS.items()}
-        super().__init__(*self.by_name.values(), *more)
+        self.accounts = Accounts()
+        super().__init__(*self.by_name.values(), self.accounts, *more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,6 @@ from typing import Any
 from aiohttp import web
 
 from unicrond.core.rules.skip_rules import SkipRefused
-from unicrond.display.tables import clean
 from unicrond.events.host.init_process import ends_all
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.log.event_log import Fenced
@@ -40,6 +39,7 @@ from unicrond.events.nats.server import EmbeddedServer, ServerError
 from unicrond.events.nats.streams import JetStreamError, create_streams, forget_restored_readers
 from unicrond.events.trust.keys import BadKey, load_or_create_key, read_key
 from unicrond.events.trust.logins import Role, User
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.config import Config, login_as
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tls import Tls

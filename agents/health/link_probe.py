@@ -1,0 +1,172 @@
+"""Probes of the links between nodes: a few kilobytes to a peer's agent and back, within a second.
+
+Rules
+-----
+* Two connections are tried at once, from the node's address in the training network; the first that has sent and got
+  all its bytes decides. So one lost packet is no silent link.
+* `silent`: neither came to its end within LIMIT_S, or the network says that there is no way. A peer that refuses a
+  connection is reached: `unknown`, since its agent may be starting.
+* `unknown` also where this process had no time of its own meanwhile: a busy machine is no bad link.
+* `slow`: it came, after SLOW_S or more.
+* Whoever connects gets what he sent, BYTES at most, and no more than AT_ONCE at a time: there is nothing to learn here.
+* A peer that is not good is probed again every EVERY_S, until it has been good for the patience that the order names,
+  and at least twice; that is reported, and the watch is over. A newer order for the peer replaces it.
+
+What does not live here: when links are probed, and what follows (unicrond/core/faults/links.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from unicrond.events.vocabulary import LinkCondition, LinkProbe, LinksProbed, ProbedPeer, ProbeLinks
+
+logger = logging.getLogger("unicrond.agents")
+
+LIMIT_S, SLOW_S, EVERY_S = 1.0, 0.15, 1.5
+BYTES = 32 * 1024
+AT_ONCE = 256
+_TRIES = 2
+#: This process looks at the clock so often while it probes, and was too busy if it came so late.
+_TICK_S, _BUSY_S = 0.05, 0.3
+
+
+class LinkProber:
+    """Answers the probes of other agents, and probes their links for the node. `report` takes what was found."""
+
+    def __init__(self, node: str, address: str, report: Callable[[LinksProbed], None]) -> None:
+        self._node = node
+        self._address = address
+        self._report = report
+        self._server: asyncio.Server | None = None
+        self._answering = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    async def serve(self) -> int:
+        """Answer probes from now on; return the port. 0: nothing can be served here."""
+        try:
+            self._server = await asyncio.start_server(self._answer, self._address, 0)
+        except OSError as error:
+            logger.error("cannot answer probes of links at %s (%s): bad links are found later", self._address, error)
+            return 0
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def probe(self, order: ProbeLinks) -> None:
+        """Begin to probe. Needs a running loop."""
+        self._keep(asyncio.create_task(self._probe_all(order), name="probes of links"))
+
+    async def close(self) -> None:
+        """Probe and answer no more."""
+        tasks = [*self._running, *self._watches.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._answering += 1
+        try:
+            if self._answering <= AT_ONCE:
+                async with asyncio.timeout(2 * LIMIT_S):
+                    writer.write(await reader.readexactly(BYTES))
+                    await writer.drain()
+                    await reader.read(1)  # it hangs up when it has all
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # a probe that did not come to its end is the other side's to report
+        finally:
+            self._answering -= 1
+            writer.close()
+
+    async def _probe_all(self, order: ProbeLinks) -> None:
+        probes = await asyncio.gather(*(probe_peer(peer, self._address) for peer in order.peers))
+        if order.task:
+            self._report(LinksProbed(node=self._node, command_id=order.command_id, probes=tuple(probes)))
+        for peer, outcome in zip(order.peers, probes, strict=True):
+            if outcome.condition in ("silent", "slow") or not order.task:
+                if (before := self._watches.get(peer.node)) is not None:
+                    before.cancel()
+                watch = asyncio.create_task(self._watch(order, peer), name=f"watch of the link to {peer.node}")
+                self._watches[peer.node] = watch
+
+    async def _watch(self, order: ProbeLinks, peer: ProbedPeer) -> None:
+        """Probe the peer until it has been good for long enough, and report that."""
+        good_since_s = 0.0
+        while True:
+            await asyncio.sleep(EVERY_S)
+            outcome, now_s = await probe_peer(peer, self._address), time.monotonic()
+            if outcome.condition != "good":
+                good_since_s = 0.0 if outcome.condition != "unknown" else good_since_s
+            elif not good_since_s:
+                good_since_s = now_s
+            elif now_s - good_since_s >= order.patience_us / 1e6:
+                break
+        self._watches.pop(peer.node, None)
+        self._report(LinksProbed(node=self._node, command_id=order.command_id, probes=(outcome,)))
+
+
+async def probe_peer(peer: ProbedPeer, address: str, limit_s: float = LIMIT_S) -> LinkProbe:
+    """Return what one probe of the way to the peer and back finds."""
+    began_s, busy_s = time.monotonic(), asyncio.create_task(_longest_pause(limit_s))
+    tries = [asyncio.create_task(_exchange(peer.host, peer.port, address)) for _ in range(_TRIES)]
+    condition: LinkCondition = "silent"
+    try:
+        async with asyncio.timeout(limit_s):
+            for attempt in asyncio.as_completed(tries):
+                if (answer := await attempt) != "silent":
+                    condition = answer
+                    break
+    except TimeoutError:
+        pass
+    took_s = time.monotonic() - began_s
+    busy_s.cancel()
+    for task in tries:
+        task.cancel()
+    await asyncio.gather(*tries, return_exceptions=True)
+    pause_s = (await asyncio.gather(busy_s, return_exceptions=True))[0]
+    if condition == "good" and took_s >= SLOW_S:
+        condition = "slow"
+    if condition != "good" and (took_s > limit_s + _BUSY_S or (isinstance(pause_s, float) and pause_s > _BUSY_S)):
+        condition = "unknown"
+    return LinkProbe(peer=peer.node, condition=condition, took_us=int(took_s * 1e6))
+
+
+async def _exchange(host: str, port: int, address: str) -> LinkCondition:
+    """Send the bytes and get them back."""
+    writer = None
+    try:
+        reader, writer = await asyncio.open_connection(host, port, local_addr=(address, 0))
+        writer.write(bytes(BYTES))
+        await writer.drain()
+        await reader.readexactly(BYTES)
+        return "good"
+    except (ConnectionRefusedError, ConnectionResetError, asyncio.IncompleteReadError):
+        return "unknown"
+    except OSError:
+        return "silent"
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.transport.abort()
+
+
+async def _longest_pause(limit_s: float) -> float:
+    """Return how late this process came at worst when it wanted to look at the clock."""
+    longest_s, end_s = 0.0, time.monotonic() + limit_s
+    try:
+        while (now_s := time.monotonic()) < end_s:
+            await asyncio.sleep(_TICK_S)
+            longest_s = max(longest_s, time.monotonic() - now_s - _TICK_S)
+    except asyncio.CancelledError:
+        pass  # what it has seen is the answer
+    return longest_s

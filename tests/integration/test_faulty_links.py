@@ -1,0 +1,78 @@
+"""A link between two nodes that lets nothing or little through, between real agents and workers (faulty_links.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.integration.faulty_links import CASES, Outcome
+from unicrond.local.dev import HANG_FLOOR_S
+
+#: Opens a device in a network namespace, as link_relay.py does; fails where the kernel, or who runs this, cannot.
+_PROBE = """
+import fcntl, os, struct
+device = os.open("/dev/net/tun", os.O_RDWR)
+fcntl.ioctl(device, 0x400454CA, struct.pack("16sH14x", b"probe", 0x1001))
+"""
+#: No more time without a step than this many time limits; whole so soon after the link is good again.
+LIMITS, WHOLE_S = 3, 10.0
+SILENT = [name for name in CASES if name.startswith("silent")]
+
+
+def can_relay() -> bool:
+    probe = ["unshare", "-rnm", sys.executable, "-c", _PROBE]
+    try:
+        return subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode == 0
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+
+
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not can_relay(), reason="no network namespaces, or no /dev/net/tun, here"),
+]
+
+
+def run(case: str, directory: Path) -> Outcome:
+    done = subprocess.run(
+        ["unshare", "-rnm", sys.executable, "-m", "tests.integration.faulty_links", case, str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    logs = "".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("*.log")))
+    assert done.returncode == 0, done.stderr[-3000:] + logs
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Outcome)
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_task_leaves_one_end_of_a_silent_link(case: str, tmp_path: Path) -> None:
+    outcome = run(case, tmp_path)
+    assert outcome.standstill_s <= LIMITS * float(HANG_FLOOR_S), outcome
+    assert sum(outcome.evicted.values()) == 1 and set(outcome.evicted) < set(CASES[case].pair), outcome
+    assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome
+
+
+def test_task_is_whole_after_a_node_was_silent(tmp_path: Path) -> None:
+    outcome = run("node silent for 10 s", tmp_path)
+    assert outcome.standstill_s <= LIMITS * float(HANG_FLOOR_S) and outcome.evicted == {"n3": 1}, outcome
+    assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome
+
+
+def test_flapping_link_is_believed_later_each_time(tmp_path: Path) -> None:
+    outcome = run("flapping", tmp_path)
+    assert outcome.standstill_s <= LIMITS * float(HANG_FLOOR_S), outcome
+    assert sum(outcome.evicted.values()) < CASES["flapping"].times and not outcome.isolated, outcome
+
+
+@pytest.mark.parametrize("case", ["loses 25 %", "3 Mbit/s"])
+def test_task_leaves_a_link_that_costs_more_than_it_brings(case: str, tmp_path: Path) -> None:
+    outcome = run(case, tmp_path)
+    assert sum(outcome.evicted.values()) == 1 and set(outcome.evicted) < set(CASES[case].pair), outcome
+    assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome

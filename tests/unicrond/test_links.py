@@ -1,0 +1,346 @@
+"""Links between nodes (faults/links.py): who is probed, which end a task goes on without, and when all are back."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
+from unicrond.core.faults import links
+from unicrond.core.planning.placement import place
+from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
+from unicrond.core.state.state import ClusterState, Severity, Task
+from unicrond.display.cluster_tables import links_table
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.shape import Shape
+from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
+from unicrond.views.notifications import Notice, step_notices
+from unicrond.views.view import LogStep
+
+
+class LinkedCluster(MiniCluster):
+    """Agents answer probes. `conditions`: pair -> what both ends find; the rest is good. No group with a silent pair
+    meets."""
+
+    def __init__(self, seed: int, nodes: int, **spec: Any) -> None:
+        super().__init__(seed)
+        self.conditions: dict[frozenset[str], str] = {}
+        #: Who finds every link good, whatever it is.
+        self.blind: set[str] = set()
+        #: Who never answers.
+        self.mute: set[str] = set()
+        self.watches: dict[tuple[str, str], str] = {}
+        for number in range(nodes):
+            self.add_host(f"n{number}")
+        self.submit("t", max_workers=nodes, **spec)
+        self.run()
+        self.train("t")
+        self.run()
+
+    def append(self, event: v.AnyEvent, producer: str, boot: int) -> RecordedEvent:
+        return super().append(
+            replace(event, probe_port=9) if isinstance(event, v.NodeJoined) else event, producer, boot
+        )
+
+    def _obey(self, host: Host) -> None:
+        command = host.commands[0].envelope.event
+        if not isinstance(command, v.ProbeLinks):
+            super()._obey(host)
+            return
+        host.commands.pop(0)
+        if host.name in self.mute:
+            return
+        self.watches |= {(host.name, peer.node): command.command_id for peer in command.peers}
+        if command.task:
+            found = [(peer.node, self._condition(host.name, peer.node)) for peer in command.peers]
+            self.tell(host.name, command.command_id, *found)
+
+    def _condition(self, node: str, peer: str) -> str:
+        return "good" if node in self.blind else self.conditions.get(frozenset((node, peer)), "good")
+
+    def tell(self, node: str, command_id: str, *found: tuple[str, str]) -> None:
+        probes = [v.LinkProbe(peer=peer, condition=condition, took_us=SECOND_US) for peer, condition in found]  # type: ignore[arg-type]
+        self.say(self.hosts[node], v.LinksProbed(node=node, command_id=command_id, probes=tuple(probes)))
+
+    def group_up(self, task: str) -> bool:
+        membership = self.state.tasks[task].membership
+        nodes = [member.node for member in membership.members] if membership else []
+        bad = [pair for pair, condition in self.conditions.items() if condition == "silent" and pair <= set(nodes)]
+        return not bad and super().group_up(task)
+
+    def stand_still(self) -> None:
+        """All members wait in a collective."""
+        task = self.state.tasks["t"]
+        assert task.membership is not None
+        for member in task.membership.members:
+            late = v.HangSuspected(
+                node=member.node,
+                task="t",
+                worker=member.worker,
+                generation=task.generation,
+                iteration=task.progress.iteration + 1,
+                phase="reduce",
+                micro_batch=0,
+                collectives_entered=5,
+                is_waiting=True,
+                is_stopped=False,
+                still_us=3 * SECOND_US,
+                limit_us=3 * SECOND_US,
+                report_number=1,
+            )
+            self.say(self.hosts[member.node], late)
+
+    def cut(self, node: str, peer: str, condition: str = "silent") -> None:
+        """A link becomes bad, the group stands still, and what follows is done."""
+        self.conditions[frozenset((node, peer))] = condition
+        self.stand_still()
+        self.run()
+
+    def mend(self, node: str, peer: str) -> None:
+        """The link is good again, and both ends that watch it say so."""
+        del self.conditions[frozenset((node, peer))]
+        for one, other in ((node, peer), (peer, node)):
+            self.tell(one, self.watches[one, other], (other, "good"))
+        self.run()
+        self.train("t")
+        self.run()
+
+    def said(self, kind: type[v.AnyEvent]) -> list[Any]:
+        return [entry.envelope.event for entry in self.log if isinstance(entry.envelope.event, kind)]
+
+    @property
+    def members(self) -> list[str]:
+        membership = self.state.tasks["t"].membership
+        return sorted(member.node for member in membership.members) if membership else []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_silent_link_costs_one_end_once(seed: int) -> None:
+    cluster = LinkedCluster(seed, nodes=3)
+    cluster.cut("n0", "n1")
+    (withdrawn,) = cluster.said(v.WorkersWithdrawn)
+    assert {withdrawn.node, *withdrawn.peers} == {"n0", "n1"}
+    assert cluster.members == sorted({"n0", "n1", "n2"} - {withdrawn.node})
+    assert not cluster.said(v.NodeIsolated) and not cluster.said(v.IncidentEscalated)
+    assert not cluster.state.incidents
+    assert (cluster.state.closed_incidents[-1].kind, cluster.state.closed_incidents[-1].severity) == (
+        "link_fault",
+        Severity.SEV2,
+    )
+    assert not cluster.state.tasks["t"].troubles.of_nodes, "nothing is held against either node"
+    cluster.train("t", steps=3)
+    cluster.run()
+    assert len(cluster.said(v.WorkersWithdrawn)) == 1
+    cluster.mend("n0", "n1")
+    assert cluster.members == ["n0", "n1", "n2"]
+    cluster.assert_whole()
+
+
+def test_the_lead_stays() -> None:
+    cluster = LinkedCluster(1, nodes=3)
+    membership = cluster.state.tasks["t"].membership
+    assert membership is not None
+    lead, other = membership.members[0].node, membership.members[1].node
+    cluster.cut(lead, other)
+    assert [event.node for event in cluster.said(v.WorkersWithdrawn)] == [other]
+
+
+def test_a_node_that_is_silent_to_all_is_the_one() -> None:
+    cluster = LinkedCluster(2, nodes=4)
+    for peer in ("n1", "n2"):
+        cluster.conditions[frozenset(("n0", peer))] = "silent"
+    cluster.cut("n0", "n3")
+    assert [event.node for event in cluster.said(v.WorkersWithdrawn)] == ["n0"]
+    assert cluster.members == ["n1", "n2", "n3"]
+
+
+def test_a_free_node_takes_the_place() -> None:
+    cluster = LinkedCluster(3, nodes=3)
+    cluster.add_host("n3")
+    cluster.run()
+    cluster.cut("n0", "n1")
+    (withdrawn,) = cluster.said(v.WorkersWithdrawn)
+    assert cluster.members == sorted({"n0", "n1", "n2", "n3"} - {withdrawn.node})
+
+
+def test_the_other_end_works_for_another_task() -> None:
+    cluster = LinkedCluster(4, nodes=3)
+    cluster.cut("n0", "n1")
+    (withdrawn,) = cluster.said(v.WorkersWithdrawn)
+    cluster.submit("u", max_workers=1)
+    cluster.run()
+    membership = cluster.state.tasks["u"].membership
+    assert membership is not None and [member.node for member in membership.members] == [withdrawn.node]
+
+
+def test_one_end_alone_proves_nothing() -> None:
+    cluster = LinkedCluster(5, nodes=3)
+    cluster.blind.add("n1")
+    cluster.conditions[frozenset(("n0", "n1"))] = "slow"
+    cluster.stand_still()
+    cluster.run()
+    assert not cluster.said(v.WorkersWithdrawn)
+    assert len(cluster.members) == 3
+
+
+def test_an_agent_that_never_answers_holds_nothing_up() -> None:
+    cluster = LinkedCluster(6, nodes=3)
+    cluster.mute.add("n2")
+    cluster.conditions[frozenset(("n0", "n1"))] = "silent"
+    cluster.stand_still()
+    cluster.run(passing=("links", "symptom", "exit"))
+    assert len(cluster.said(v.WorkersWithdrawn)) == 1
+    assert len(cluster.members) == 2
+
+
+def test_a_slow_link_is_left_alone_until_it_stops_the_task_twice() -> None:
+    cluster = LinkedCluster(7, nodes=3)
+    cluster.cut("n0", "n1", "slow")
+    assert not cluster.said(v.WorkersWithdrawn)
+    assert len(cluster.members) == 3
+    cluster.stand_still()
+    cluster.run()
+    (withdrawn,) = cluster.said(v.WorkersWithdrawn)
+    assert {withdrawn.node, *withdrawn.peers} == {"n0", "n1"}, "and nobody else"
+    assert not cluster.said(v.IncidentEscalated)
+
+
+def test_a_flapping_link_needs_longer_each_time() -> None:
+    cluster = LinkedCluster(8, nodes=3)
+    patience = []
+    for _ in range(4):
+        cluster.cut("n0", "n1")
+        (link,) = cluster.state.links.values()
+        patience.append(links.patience_us(link))
+        watch = [event for event in cluster.said(v.ProbeLinks) if not event.task][-1]
+        assert watch.patience_us == patience[-1], "the agents are told"
+        cluster.mend("n0", "n1")
+    assert patience == [0, 10 * SECOND_US, 20 * SECOND_US, 40 * SECOND_US]
+
+
+def test_a_new_agent_is_told_to_watch() -> None:
+    cluster = LinkedCluster(9, nodes=3)
+    cluster.cut("n0", "n1")
+    before = len(cluster.said(v.ProbeLinks))
+    cluster.add_host("n1")
+    cluster.run()
+    assert [event.node for event in cluster.said(v.ProbeLinks)[before:]] == ["n1"]
+
+
+def test_a_forgotten_node_takes_its_links_along() -> None:
+    cluster = LinkedCluster(10, nodes=3)
+    cluster.cut("n0", "n1")
+    assert list(cluster.state.links) == [link_key("n0", "n1")]
+    cluster.kill_host(cluster.hosts["n1"])
+    cluster.lose(cluster.hosts["n1"])
+    cluster.run()
+    cluster.append(v.ForgetRequested(node="n1", reason="gone", leave=False), "api", 1)
+    cluster.run()
+    assert "n1" not in cluster.state.nodes and not cluster.state.links
+
+
+def test_what_both_ends_say_makes_a_link_silent() -> None:
+    link = NodeLink(first="a", second="b", conditions={"a": "silent"})
+    assert not link.is_poor and not link.is_barred
+    assert replace(link, conditions={"a": "silent", "b": "silent"}).is_barred
+    slow = replace(link, conditions={"a": "silent", "b": "slow"})
+    assert slow.is_poor and not slow.is_barred and replace(slow, has_stopped_task=True).is_barred
+
+
+NAMES = [f"n{number}" for number in range(6)]
+PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), min_size=1, max_size=8, unique=True)
+
+
+@given(pairs=PAIRS, weights=st.lists(st.integers(1, 4), min_size=len(NAMES), max_size=len(NAMES)))
+def test_the_ends_that_go_are_the_cheapest(pairs: list[tuple[str, str]], weights: list[int]) -> None:
+    costs = {name: (weight,) for name, weight in zip(NAMES, weights, strict=True)}
+    gone = links.ends_to_leave(pairs, costs)
+    assert all(set(pair) & set(gone) for pair in pairs)
+    covers = [c for n in range(7) for c in combinations(NAMES, n) if all(set(pair) & set(c) for pair in pairs)]
+    assert sum(costs[name][0] for name in gone) == min(sum(costs[name][0] for name in c) for c in covers)
+
+
+@given(
+    pairs=PAIRS,
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    slots=st.lists(st.integers(1, 3), min_size=len(NAMES), max_size=len(NAMES)),
+)
+def test_no_task_is_placed_on_both_ends(pairs: list[tuple[str, str]], counts: list[int], slots: list[int]) -> None:
+    nodes = dict(zip(NAMES, slots, strict=True))
+    tasks = {f"t{number}": count for number, count in enumerate(counts)}
+    placed = place(tasks, dict.fromkeys(tasks, Shape(1, 1)), nodes, {}, pairs)
+    for name, count in tasks.items():
+        on = {node for replica in placed.replicas[name] for node in replica}
+        assert not links.among(pairs, on)
+        assert len(placed.replicas[name]) + placed.short.get(name, 0) == count
+
+
+@given(count=st.integers(2, 40))
+def test_probes_are_mutual_and_few(count: int) -> None:
+    cluster = LinkedCluster(0, nodes=2)
+    nodes = [f"m{number}" for number in range(count)]
+    peers = links.peers_to_probe(cluster.state.tasks["t"], None, nodes)
+    assert all(node in peers[peer] for node, others in peers.items() for peer in others)
+    assert all(1 <= len(others) <= links.NEIGHBOURS_MAX for others in peers.values()) and len(peers) == count
+
+
+def test_people_are_told_of_the_pair_and_of_its_end() -> None:
+    cluster = LinkedCluster(11, nodes=3)
+    before = cluster.state
+    cluster.cut("n0", "n1", "slow")
+    table = links_table(cluster.state)
+    assert [row[:2] for row in table.rows] == [("n0-n1", "slow")]
+    (notice,) = [one for one in notices_between(before, cluster.state) if one.rule == "link"]
+    assert "the link between n0 and n1 is bad" in notice.title and notice.text == "tasks on both: t"
+    before = cluster.state
+    cluster.mend("n0", "n1")
+    (notice,) = [one for one in notices_between(before, cluster.state) if one.rule == "link"]
+    assert notice.is_over and not links_table(cluster.state).rows
+
+
+def test_a_task_that_is_slow_for_no_workers_fault_has_its_links_probed() -> None:
+    cluster = LinkedCluster(12, nodes=3)
+    cluster.conditions[frozenset(("n1", "n2"))] = "slow"
+    task = cluster.state.tasks["t"]
+    lead = next(iter(task.workers.values()))
+    slow = v.DegradationObserved(
+        node=lead.node,
+        task="t",
+        worker=lead.worker,
+        generation=task.generation,
+        iteration=9,
+        iteration_us=20,
+        usual_us=10,
+        slowest="",
+        compute_us=5,
+        others_us=5,
+    )
+    cluster.say(cluster.hosts[lead.node], slow)
+    cluster.run()
+    assert list(cluster.state.links) == [link_key("n1", "n2")]
+    assert len(cluster.members) == 3 and not cluster.said(v.WorkersWithdrawn)
+
+
+def trained_at(usual_us: int, iteration_us: int) -> Task:
+    cluster = LinkedCluster(13, nodes=3)
+    task = cluster.state.tasks["t"]
+    pace = replace(task.pace, timings=(iteration_us,) * 5)
+    group = replace(task.group, probing=LinkProbing(usual_us=usual_us))
+    return replace(task, pace=pace, group=group)
+
+
+def test_a_slow_link_is_left_where_the_rest_would_be_faster() -> None:
+    assert not links.goes_better_without(trained_at(0, 900), workers=1), "it is not known what is usual"
+    assert not links.goes_better_without(trained_at(100, 160), workers=1), "two need 150, and a little is not enough"
+    assert links.goes_better_without(trained_at(100, 170), workers=1)
+    assert not links.goes_better_without(trained_at(100, 170), workers=2), "one alone needs 300"
+    assert not links.goes_better_without(trained_at(100, 900), workers=3), "nobody would be left"
+
+
+def notices_between(before: ClusterState, after: ClusterState) -> list[Notice]:
+    return step_notices(LogStep(before, QuarantinedMessage(1, 0, "unicron.v1.obs.n1.X", "not JSON", 0), after))

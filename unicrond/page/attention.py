@@ -1,0 +1,62 @@
+"""What needs somebody, as the page's first view lists it: each with what to do next. Pure.
+
+Rules
+-----
+* Only what does not pass by itself, and what is under way: open incidents, nodes that are out without a person's order,
+  tasks without workers, tasks that have failed and did a step or were submitted within the last hour. Incidents come
+  first, the worst of them before the others.
+* An incident stands with the first line of its account (views/accounts.py).
+* The alarms of a head are no part of a state: the page shows them before these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
+from unicrond.display.queue import pending_reason
+from unicrond.views.accounts import incident_title
+
+#: For how long after its last step a failed task needs somebody.
+FAILED_US = 3_600_000_000
+
+
+def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dict[str, str]]:
+    """Return rows of `what`, `remedy` (a command, or "") and `place` (of the page)."""
+    worst_first = sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
+    rows = [
+        _row(": ".join(incident_title(one)), f"unicronctl story incident {one.id}", f"incidents/{one.id}")
+        for one in worst_first
+    ]
+    for task in state.tasks.values():
+        if text := _trouble_of_task(state, task):
+            remedy = f"unicronctl {'logs' if task.status is TaskStatus.FAILED else 'describe task'} {task.name}"
+            rows.append(_row(f"task {task.name} {text}", remedy, "tasks"))
+    rows += [
+        _row(f"node {node.name} {text}", f"unicronctl story node {node.name}", "cluster")
+        for node in state.nodes.values()
+        if (text := _trouble_of_node(state, node))
+    ]
+    return [{name: hide(text) for name, text in row.items()} for row in rows]
+
+
+def _trouble_of_task(state: ClusterState, task: Task) -> str:
+    if task.status is TaskStatus.FAILED:
+        recent = state.now_us - max(task.progress.last_commit_us, task.submitted_us) < FAILED_US
+        return f"has failed: {task.ending.reason.partition(chr(10))[0]}" if recent else ""
+    if task.status is not TaskStatus.ACTIVE:
+        return ""
+    return pending_reason(state, task)
+
+
+def _trouble_of_node(state: ClusterState, node: Node) -> str:
+    if node.status is NodeStatus.LOST:
+        return "is lost: see that its machine and agent run"
+    if node.isolation.active:
+        return "; ".join(filter(None, (f"is isolated: {node.reason}", waits_for(state, node))))
+    return f"needs {node.health.repair_need}" if node.health.repair_need else ""
+
+
+def _row(what: str, remedy: str, place: str) -> dict[str, str]:
+    return {"what": what, "remedy": remedy, "place": place}
