@@ -18,7 +18,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-
 _YES = {"1", "true", "yes", "on"}
 _NO = {"0", "false", "no", "off"}
 #: Kubernetes tells each container of every service: UNICROND_SERVICE_HOST, UNICROND_PORT_4222_TCP_ADDR.

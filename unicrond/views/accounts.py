@@ -335,7 +335,10 @@ def incident_title(incident: Incident) -> list[str]:
 
 def _lost_work(incident: Incident) -> str:
     count = incident.micro_batches_lost
-    return f" {count} finished ones were thrown away with the last replica," if count else ""
+    discarded = f" {count} finished ones were thrown away with the last replica," if count else ""
+    iterations = incident.iterations_lost
+    again = f" {iterations} iterations were trained again (state from {incident.state_from})," if iterations else ""
+    return discarded + again
 
 
 def _after(lives: list[IncidentLife]) -> str:
