@@ -29,8 +29,8 @@ CEILINGS: dict[str, float] = {
     "agents: docstrings without a verb first, %": 0.71,
     "agents: docstrings that begin with a fragment, %": 0,
     "agents: public functions without a docstring, %": 1.74,
-    "replay: names that are participles or pronouns, %": 0.54,
-    "replay: docstrings without a verb first, %": 1.73,
+    "replay: names that are participles or pronouns, %": 0.53,
+    "replay: docstrings without a verb first, %": 1.47,
     "replay: docstrings that begin with a fragment, %": 0,
     "replay: public functions without a docstring, %": 0,
 }
