@@ -22,7 +22,7 @@ from unicrond.core.state.state_bytes import digest
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.cluster.world import World
 from unicrond.replay.simulation.effects.fault_effects import arrange
-from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, draw
+from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, history_of
 from unicrond.replay.simulation.models.virtual_time import VirtualLoop
 
 #: The longest time from the last fault to rest (isolations double; several may be in force at the end).
@@ -58,13 +58,13 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def history(seed: int) -> list[SimulatedFault]:
     """Return the faults that the seed draws."""
     with _world(seed) as world:
-        return draw(world.rng("faults"), list(world.hosts))
+        return history_of(world.rng, list(world.hosts))
 
 
 def simulate(seed: int, faults: Sequence[SimulatedFault] | None = None) -> RunOutcome:
     """Play a seed, with its own faults or with a part of them."""
     with _world(seed) as world:
-        active = tuple(draw(world.rng("faults"), list(world.hosts)) if faults is None else faults)
+        active = tuple(history_of(world.rng, list(world.hosts)) if faults is None else faults)
         arrange(world, list(active))
         world.loop.run_until_complete(_play(world))
         state, violation = world.checker.state, world.checker.violation
@@ -119,11 +119,14 @@ async def _play(world: World) -> None:
         return
     world.heal()
     world.uncordon_all()
+    world.give_up_programs()
     world.submit_last()
     resting_since_s, before = -1.0, dict(world.checker.committed)
     while world.loop.time() < FAULTY_UNTIL_S + REST_WITHIN_S:
         if await _broke_within(world, _LOOK_S):
             return
+        for rule, story in world.checker.people.at_look(world.checker.state, world.loop.time()):
+            world.checker.record_breach(rule, story)
         if _unrest(world, {}) not in ("", *_GETTING_ON):
             resting_since_s, before = -1.0, dict(world.checker.committed)
         elif resting_since_s < 0:
@@ -164,6 +167,7 @@ def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str
     ]
     yield "no_process_is_left", rules.no_process_is_left(state, living)
     yield "decide_is_quiet_at_rest", rules.decide_is_quiet_at_rest(state, world.policy)
+    yield from world.checker.people.unrest()
     yield "tasks_train", rules.tasks_train(state, _training(world, state, before))
     yield "states_have_copies", rules.states_have_copies(state, _copies(world, state, before))
 

@@ -19,6 +19,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.invariants import Violation
+from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
 from unicrond.replay.simulation.faults.boundary_events import is_forged
 from unicrond.replay.simulation.models.weights import Blocks, WeightsState
@@ -47,6 +48,8 @@ class InvariantChecker:
         self.touched: set[str] = set()
         self.bad_ends: set[str] = set()
         self.strikes_max = 1
+        #: What people bring: their tasks, and whether nothing but these may fail.
+        self.people = PeopleRecord()
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
@@ -119,6 +122,8 @@ class InvariantChecker:
             basis = self.states[envelope.based_on]
             self.record_breach("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(basis, event))
             self.record_breach("types_stay_apart", rules.types_stay_apart(basis, event))
+        for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
+            self.record_breach(rule, story)
         if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
             basis = self.states[envelope.based_on]
             story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.strikes_max)

@@ -32,6 +32,7 @@ from unicrond.events.vocabulary.placements import expand, starts
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import schema_of
+from unicrond.replay.simulation.checks.judgement import JUDGEMENT_RULES
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import open_report, reading, report
 
@@ -78,6 +79,7 @@ RULES: dict[str, str] = {
     "no_process_is_left": "At rest the living processes are exactly those in the state.",
     "one_agent_of_a_name": "At rest each node's name has one agent: the older of two has ended itself.",
     "nodes_are_seen": "At rest every node that runs is up and takes work.",
+    **JUDGEMENT_RULES,
 }
 
 

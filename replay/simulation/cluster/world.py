@@ -144,6 +144,16 @@ class World:
         """Submit a task, as a person."""
         self.ask(v.TaskSubmitted(spec=spec))
 
+    def submit_program(self, spec: v.TaskSpec) -> None:
+        """Submit a task that people give up when the faults end."""
+        self.checker.people.programs.add(spec.name)
+        self.submit(spec)
+
+    def give_up_programs(self) -> None:
+        """Cancel the tasks that people have submitted in vain."""
+        for name in sorted(self.checker.people.programs):
+            self.ask(v.TaskCancelled(task=name, reason="the faults are over"))
+
     def submit_last(self) -> None:
         """Submit one more task, after all faults: whatever has become of the others, this one must train."""
         self.submit(self._spec("last", _FOREVER))
@@ -272,6 +282,7 @@ class World:
         self.training.reach.heal()
         self.training.link_breakers.clear()
         self.training.join_hangers.clear()
+        self.training.slowness.clear()
         for head in self.coordinators.living:
             head.log.crash_at = ""
         for host in self.hosts.values():

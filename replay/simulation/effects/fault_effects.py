@@ -13,9 +13,9 @@ from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.replay.simulation.cluster.host import Host
 from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
-from unicrond.replay.simulation.effects import people_effects
+from unicrond.replay.simulation.effects import people_effects, program_effects
 from unicrond.replay.simulation.faults.boundary_events import KINDS, STRANGER, Edges
-from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
+from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, is_calm
 
 #: Requests that people may make by mistake are not drawn: they may do what they say (cancel the last task, drain every
 #: node).
@@ -34,6 +34,7 @@ def arrange(world: World, faults: list[SimulatedFault]) -> None:
     """Schedule the faults for their times."""
     for fault in faults:
         world.checker.touched |= {*fault.nodes}
+        world.checker.people.calm &= is_calm([fault])
         if fault.kind in _OF_LINKS:
             world.checker.bad_ends |= {*fault.nodes}
         world.loop.call_at(fault.at_s, EFFECTS[fault.kind], world, fault)
@@ -345,7 +346,7 @@ def _bad_weather(world: World, fault: SimulatedFault) -> None:
         until(world, fault, link.heal)
 
 
-#: The effect of each kind of fault; the keys are those of FAULT_KINDS.
+#: The effect of each kind of fault; the keys are those of FAULT_KINDS and PROGRAM_KINDS.
 EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "crash_coordinator": _crash_coordinator,
     "second_coordinator": _second_coordinator,
@@ -390,4 +391,7 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "leave": people_effects.leave,
     "cancel": people_effects.cancel,
     "reshape": people_effects.reshape,
+    "bad_program": program_effects.bad_program,
+    "flood": program_effects.flood,
+    "slow_node": program_effects.slow_node,
 }

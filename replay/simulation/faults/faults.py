@@ -10,6 +10,8 @@ Rules
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -41,6 +43,7 @@ class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 _MOMENTS = (
     "computed", "reduced", "agreeing", "stepped", "gathering", "committed", "giving", "dividing", "regrouped",
 )  # fmt: skip
+Table: TypeAlias = Mapping[str, tuple[int, float, tuple[str, ...], int]]
 #: Kind -> (relative frequency; longest duration; values of `how`; the most nodes that are hit at once).
 FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged", "part", "part"), 0),
@@ -93,21 +96,54 @@ FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "reshape": (2, 0.0, ("1 1", "2 1", "1 2"), 0),
 }
 
+#: What people and their programs bring, likewise: drawn for some seeds only, beside the history or in place of it.
+PROGRAM_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
+    "bad_program": (8, 0.0, ("raise_at_start", "raise", "nan", "hang", "leave", "leak"), 0),
+    "flood": (2, 16.0, (), 0),
+    "slow_node": (3, 15.0, ("1.3", "2", "4"), 1),
+}
+#: Of FAULT_KINDS, those in which nothing of the cluster fails.
+CALM_KINDS = ("cordon", "maintain", "end_agent", "cancel")
+#: The share of seeds whose people bring garbage, and of these the share in which nothing else goes wrong.
+GARBAGE, ALONE = 0.25, 0.6
+
+
+def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list[SimulatedFault]:
+    """Draw the whole history of a seed: its faults, and in some seeds what people and programs bring."""
+    rng = rng_of("programs")
+    faults = draw(rng_of("faults"), nodes)
+    if rng.random() >= GARBAGE:
+        return faults
+    calm = {kind: FAULT_KINDS[kind] for kind in CALM_KINDS}
+    if rng.random() < ALONE:
+        faults = _draw(rng, calm, rng.randint(0, 3), nodes)
+    faults += _draw(rng, PROGRAM_KINDS, rng.randint(1, 4), nodes)
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def is_calm(faults: Iterable[SimulatedFault]) -> bool:
+    """Return whether nothing of the cluster itself fails in the history."""
+    return all(fault.kind in CALM_KINDS or fault.kind in PROGRAM_KINDS for fault in faults)
+
 
 def draw(rng: random.Random, nodes: list[str]) -> list[SimulatedFault]:
     """Draw a history for the faulty phase, in order of time."""
-    kinds = list(FAULT_KINDS)
-    weights = [FAULT_KINDS[kind][0] for kind in kinds]
+    return _draw(rng, FAULT_KINDS, rng.randint(2, 12), nodes)
+
+
+def _draw(rng: random.Random, table: Table, count: int, nodes: list[str]) -> list[SimulatedFault]:
+    kinds = list(table)
+    weights = [table[kind][0] for kind in kinds]
     faults = []
-    for kind in rng.choices(kinds, weights, k=rng.randint(2, 12)):
-        _, longest_s, hows, most = FAULT_KINDS[kind]
-        count = min(len(nodes), 1 if rng.random() < 0.7 else most) if most else 0
+    for kind in rng.choices(kinds, weights, k=count):
+        _, longest_s, hows, most = table[kind]
+        victims = min(len(nodes), 1 if rng.random() < 0.7 else most) if most else 0
         faults.append(
             SimulatedFault(
                 kind=kind,
                 at_s=round(rng.uniform(FAULTY_FROM_S, FAULTY_UNTIL_S - 2.0), 3),
                 for_s=round(rng.uniform(0.1, longest_s), 3) if longest_s else 0.0,
-                nodes=tuple(sorted(rng.sample(nodes, count))),
+                nodes=tuple(sorted(rng.sample(nodes, victims))),
                 how=rng.choice(hows) if hows else "",
                 pick=rng.randint(0, 5),
             )

@@ -119,6 +119,7 @@ class SimulatedDriver:
             await replica.work(took_s)
             self._buckets.add(micro_batch, run.lane)
         replica.raise_injected()
+        replica.run_program(ledger.iteration, micro_batch)
         ledger.add(1.0, replica.spec.micro_batch)
 
     # --- runs of a fixed sum: as in agents/trainer/loop/driver.py and gradients/passing.py --------------

@@ -78,6 +78,10 @@ class ReplicaThread(GroupMember, Protocol):
         """Raise QuitRequested if the agent wants a shard to end."""
         ...
 
+    def run_program(self, iteration: int, micro_batch: int) -> None:
+        """Let a program that is garbage fail where it does."""
+        ...
+
     def raise_injected(self) -> None:
         """Raise the error with which a fault lets the micro-batch fail."""
         ...

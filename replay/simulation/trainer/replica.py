@@ -37,6 +37,7 @@ class SimulatedReplica:
         self._main: asyncio.Task[None] | None = None
         self._failure: ErrorKind | None = None
         self._slow_s = 0.0
+        self._program_iteration = self._iterations_done = 0
         #: The moment at which a shard dies next: see `on_moment`.
         self.die_at: Moment | Literal[""] = ""
         for shard in shards:
@@ -192,6 +193,8 @@ class SimulatedReplica:
 
     async def work(self, duration_s: float) -> None:
         """Compute: nothing interrupts it but the process's end."""
+        if self.training.slowness:
+            duration_s *= self.training.slowdown(shard.host.name for shard in self.shards)
         await asyncio.sleep(duration_s)
         await self._while_hung()
         while not all(self._in_touch(shard) for shard in self.shards):
@@ -201,6 +204,18 @@ class SimulatedReplica:
         """Wait for as long as a fault slows every micro-batch."""
         if self._slow_s:
             await self.work(self._slow_s)
+
+    def run_program(self, iteration: int, micro_batch: int) -> None:
+        """Let a program that is garbage fail where it does; raises the error that it raises."""
+        program = self.training.programs.get(self.task)
+        if program is None:
+            return
+        if iteration != self._program_iteration:
+            self._program_iteration, self._iterations_done = iteration, self._iterations_done + 1
+            program.strike(self.shards, iteration, self._iterations_done)
+        error = program.error(iteration, micro_batch)
+        if error is not None:
+            raise _Failure(error)
 
     def check_quit(self) -> None:
         """Raise QuitRequested if the agent wants a shard to end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.protocol.sampling import Sampling, samples_digest
@@ -19,6 +19,7 @@ from unicrond.replay.simulation.models.weights import Blocks, WeightsState, init
 from unicrond.replay.simulation.trainer.group import SimulatedGroup
 from unicrond.replay.simulation.trainer.ports import TrainingChecker, TrainingHost
 from unicrond.replay.simulation.trainer.process import Process
+from unicrond.replay.simulation.trainer.programs import GarbageProgram
 
 #: Checkpoints that are kept.
 _KEEP = 2
@@ -53,6 +54,10 @@ class Training:
         self.link_breakers: set[str] = set()
         #: Nodes on which the next worker that joins a running task stands still, so many seconds later.
         self.join_hangers: dict[str, float] = {}
+        #: Nodes that compute so many times slower.
+        self.slowness: dict[str, float] = {}
+        #: By task, programs that are garbage.
+        self.programs: dict[str, GarbageProgram] = {}
         self.hosts: Mapping[str, TrainingHost] = {}
         self._shards: dict[tuple[str, int], dict[int, Process]] = {}
         self._groups: dict[tuple[str, int], SimulatedGroup] = {}
@@ -63,6 +68,9 @@ class Training:
     def enter(self, process: Process) -> None:
         """Enter a process that has built its model; with the last shard of its replica, the replica begins."""
         launch = process.launch
+        program = self.programs.get(launch.task)
+        if program is not None and not program.starts(process):
+            return
         shards = self._shards.setdefault((launch.task, launch.replica), {})
         shards[launch.shard] = process
         if len(shards) == launch.spec.replica_workers and all(shard.alive for shard in shards.values()):
@@ -74,6 +82,10 @@ class Training:
             after_s = self.join_hangers.pop(shard.host.name, None)
             if after_s is not None:
                 self.loop.call_later(after_s, shard.stand_still)
+
+    def slowdown(self, nodes: Iterable[str]) -> float:
+        """Return how many times longer a replica on these nodes computes."""
+        return max([1.0, *(self.slowness[node] for node in nodes if node in self.slowness)])
 
     def group(self, task: str, membership: GroupMembership) -> SimulatedGroup:
         """Return the group of a membership."""

@@ -103,22 +103,16 @@ def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
     """Return the replicas that the plan gives the task now; those on a cordoned node only while they live. Of a task
     that has been reshaped since, those that have its present shape; of one that is on its way to the layout that the
     plan has chosen, those that it will have."""
-    assignment = survey.state.plan.assignments.get(task.name)
+    state = survey.state
+    assignment = state.plan.assignments.get(task.name)
     shape = _shape(task, assignment)
     replicas = [nodes for nodes in (assignment.replicas if assignment else ()) if shape.fits(nodes)]
-    for nodes in _ended_replicas(survey, task, assignment):
-        if nodes in replicas:
-            replicas.remove(nodes)
+    going = {node for nodes in replicas for node in nodes if node not in state.nodes or state.nodes[node].cordon.active}
+    if going:
+        for nodes in survey.staffing(task).missing:
+            if nodes in replicas and not going.isdisjoint(nodes):
+                replicas.remove(nodes)
     return replicas
-
-
-def _ended_replicas(survey: Survey, task: Task, assignment: TaskAssignment | None) -> list[tuple[str, ...]]:
-    """Return the replicas of the assignment that have died where nothing starts again: on a cordoned node, or one that
-    is gone."""
-    nodes = survey.state.nodes
-    planned = {node for replica in (assignment.replicas if assignment else ()) for node in replica}
-    closed = {node for node in planned if node not in nodes or nodes[node].cordon.active}
-    return [replica for replica in survey.staffing(task).missing if not closed.isdisjoint(replica)] if closed else []
 
 
 class _Room(TypedDict):
@@ -173,7 +167,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     problem = TaskProblem(
         name=task.name,
         weight=task.spec.weight,
-        workers=_workers(survey, task, assignment),
+        workers=assignment.workers if assignment else 0,
         faulty=faulty,
         min_workers=task.spec.min_workers,
         max_workers=most if fits else 0,
@@ -213,14 +207,6 @@ def _worthless(problem: TaskProblem) -> TaskProblem:
 def _idle_curve(curve: Curve) -> Curve:
     """Return a curve that achieves one FLOP/s for each worker where `curve` achieves anything."""
     return Curve({workers: float(workers) for workers, flops in curve.rounded() if flops})
-
-
-def _workers(survey: Survey, task: Task, assignment: TaskAssignment | None) -> int:
-    """Return how many workers the task has in the plan, without those that have died where nothing starts again: to
-    stop these costs nobody anything."""
-    if assignment is None:
-        return 0
-    return assignment.workers - sum(map(len, _ended_replicas(survey, task, assignment)))
 
 
 def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:

@@ -1,0 +1,186 @@
+"""The rules of judgement: nobody pays for another's program. Each is one small function that returns the story of its
+breach, or "". `invariants.py` has the other rules, and the table of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from unicrond.core.nodes.gpu_types import node_types
+from unicrond.core.planning.placement import place
+from unicrond.core.state.state import ClusterState, Node, Task, TaskStatus
+from unicrond.core.tasks.reshaping import layouts_of
+from unicrond.core.tasks.starvation import ranks
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import expand
+
+#: Name -> sentence; part of `invariants.RULES`.
+JUDGEMENT_RULES: dict[str, str] = {
+    "programs_accuse_no_node": "No node is isolated for what a garbage program did.",
+    "programs_move_no_others": "No plan moves a task for another's failures, or stops it for one that fails.",
+    "members_stay_within_max": "No task has more than max_workers members, but while its state is handed over.",
+    "production_goes_first": "No task of a plan stands while those of lower priority have the room for it.",
+    "nodes_are_used": "A healthy node is in use within a minute of being wanted.",
+}
+#: How long a healthy node may be idle though a task wants it, and how long a handover may take.
+USED_WITHIN_S = 60.0
+HANDED_OVER_WITHIN_S = 30.0
+
+
+class PlanCauses(msgspec.Struct, frozen=True):
+    """What may move a task: nodes that may carry workers, tasks as they were submitted or changed, and whose turn it
+    is. Not: what has failed."""
+
+    nodes: tuple[tuple[object, ...], ...]
+    tasks: tuple[tuple[object, ...], ...]
+    turns: tuple[str, ...]
+
+
+def causes_of(state: ClusterState) -> PlanCauses:
+    """Return the causes that a plan made in this state may have."""
+    nodes = tuple(
+        [(n.name, n.slots, n.gpu, n.agent.boot, n.schedulable, n.cordon.active) for n in state.nodes.values()]
+    )
+    tasks = tuple([(task.name, task.submitted_seq, task.spec.shape) for task in state.active])
+    return PlanCauses(nodes, tasks, tuple(ranks(state)))
+
+
+def programs_accuse_no_node(
+    basis: ClusterState, isolated: v.NodeIsolated, garbage: Collection[str], touched: Collection[str], *, calm: bool
+) -> str:
+    """Check an isolation. `basis`: the state that it was decided in. `garbage`: tasks whose programs are garbage.
+    `touched`: nodes that a fault names. `calm`: nothing of the cluster has failed."""
+    if isolated.node in touched and not calm:
+        return ""
+    accusers = [task.name for task in basis.tasks.values() if task.troubles.names(isolated.node)]
+    if calm or (accusers and all(name in garbage for name in accusers)):
+        return f"{isolated.node} is isolated, and only programs are at fault: {isolated.reason}"
+    return ""
+
+
+def programs_move_no_others(
+    basis: ClusterState,
+    plan: v.PlanAdopted,
+    failing: Collection[str],
+    before: PlanCauses | None,
+) -> str:
+    """Check a plan. `basis`: the state that it was decided in. `failing`: garbage tasks that have failed since their
+    last step. `before`: the causes of the plan in force."""
+    shares = {assignment.task: expand(assignment) for assignment in plan.assignments}
+    # A task that begins to fail counts as one that leaves: what it had is free for others.
+    leaves = any(
+        name in basis.plan.assignments and basis.plan.assignments[name].workers > _workers(shares.get(name))
+        for name in failing
+    )
+    unchanged = bool(failing) and not leaves and before == causes_of(basis)
+    for task in basis.active:
+        old, new = basis.plan.assignments.get(task.name), shares.get(task.name)
+        workers = _workers(new)
+        if task.name in failing or old is None or not old.workers:
+            continue
+        if unchanged and (new is None or Counter(old.replicas) - Counter(new.replicas)):
+            return (
+                f"plan {plan.epoch} moves {task.name} ({old.workers} -> {workers}), though nothing but programs failed"
+            )
+        if workers < min(old.workers, task.spec.min_workers):
+            for name in failing:
+                rival, share = basis.tasks[name], shares.get(name)
+                if share and share.workers >= task.spec.min_workers and rival.spec.priority <= task.spec.priority:
+                    return f"plan {plan.epoch} stops {task.name} for {name}, which fails without progress"
+    return ""
+
+
+def above_max(state: ClusterState) -> dict[str, str]:
+    """Return the tasks with more members than they may have, each with its members."""
+    above: dict[str, str] = {}
+    for task in state.active:
+        members = task.membership.members if task.membership else ()
+        if len(members) > task.spec.max_workers:
+            above[task.name] = ", ".join(f"{member.worker} on {member.node}" for member in members)
+    return above
+
+
+def members_stay_within_max(above_s: Mapping[str, float], members: Mapping[str, str], within_s: float) -> str:
+    """Check for how long tasks have had more members than they may have. `members`: theirs, in words."""
+    late = [task for task in members if above_s.get(task, 0.0) >= within_s]
+    return "; ".join(f"{task} has too many members for {above_s[task]:.0f} s: {members[task]}" for task in late)
+
+
+def production_goes_first(basis: ClusterState, plan: v.PlanAdopted) -> str:
+    """Check whom a plan lets stand. `basis`: the state that it was decided in."""
+    shares = {assignment.task: expand(assignment) for assignment in plan.assignments}
+    for task in basis.active:
+        share = shares.get(task.name)
+        if (share and share.workers) or _is_plain(task) is False:
+            continue
+        lower = [
+            name
+            for name, other_share in shares.items()
+            if other_share.workers and name in basis.tasks and basis.tasks[name].spec.priority < task.spec.priority
+        ]
+        if not lower:
+            continue
+        free = _free_slots(basis, {name: s for name, s in shares.items() if name not in lower}, uncordoned=True)
+        if _fits(basis, task, free, task.spec.min_workers):
+            return f"plan {plan.epoch} lets {task.name} (priority {task.spec.priority}) stand for {', '.join(lower)}"
+    return ""
+
+
+def idle_nodes(state: ClusterState, garbage: Collection[str]) -> dict[str, str]:
+    """Return the healthy nodes with room that a task below its maximum could use, each with that task."""
+    free = _free_slots(state, state.plan.assignments, uncordoned=True)
+    idle: dict[str, str] = {}
+    for task in state.active:
+        share = state.plan.assignments.get(task.name)
+        unit = task.spec.replica_workers
+        workers = _workers(share)
+        if task.name in garbage or not _is_plain(task) or not workers or workers + unit > task.spec.max_workers:
+            continue
+        replicas, micro_batches = workers // unit, task.spec.micro_batches
+        if -(-micro_batches // (replicas + 1)) == -(-micro_batches // replicas):
+            continue  # the longest share stays as long
+        if _fits(state, task, free, unit):
+            idle.update({name: task.name for name, count in free.items() if count})
+    return idle
+
+
+def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], within_s: float) -> str:
+    """Check how long nodes have been idle. `wanted`: by node, a task that could use it."""
+    late = [node for node in demand if idle_s.get(node, 0.0) >= within_s]
+    return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {demand[node]} could use it" for node in late)
+
+
+def _workers(share: v.TaskAssignment | None) -> int:
+    return share.workers if share is not None else 0
+
+
+def _is_plain(task: Task) -> bool:
+    """Return whether the task has one layout on one type of GPU, so that its workers can be counted."""
+    return task.status is TaskStatus.ACTIVE and not (
+        task.spec.layouts or task.spec.gpus or task.spec.preemptible or task.reshaping.reshape
+    )
+
+
+def _free_slots(state: ClusterState, shares: Mapping[str, v.TaskAssignment], *, uncordoned: bool) -> dict[str, int]:
+    def is_open(node: Node) -> bool:
+        """Return whether new workers may start on the node."""
+        return node.schedulable and not (uncordoned and node.cordon.active)
+
+    free = Counter({node.name: node.slots for node in state.nodes.values() if is_open(node)})
+    for share in shares.values():
+        free.subtract(node for nodes in share.replicas for node in nodes)
+    return {name: max(0, free[name]) for name, node in state.nodes.items() if is_open(node)}
+
+
+def _fits(state: ClusterState, task: Task, free: Mapping[str, int], workers: int) -> bool:
+    """Return whether so many workers of the task find seats on one type of GPU."""
+    types = node_types(state.nodes.values())[1]
+    shape = layouts_of(task.spec)[0]
+    replicas = -(-workers // shape.workers)
+    for gpu in sorted(set(types.values())) or [""]:
+        pool = {name: count for name, count in free.items() if types.get(name, "") == gpu}
+        if not place({task.name: replicas}, {task.name: shape}, pool, {}).short:
+            return True
+    return False

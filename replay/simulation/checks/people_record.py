@@ -1,0 +1,69 @@
+"""What people bring to a simulation, and what is known of it: which tasks are garbage, and which of them fail now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import RecordedEvent
+from unicrond.replay.simulation.checks import judgement as rules
+from unicrond.replay.simulation.checks.judgement import PlanCauses
+
+
+class PeopleRecord:
+    """Checks every entry by the rules of judgement. `programs`: tasks that are garbage, or debug. `calm`: nothing of
+    the cluster itself fails in this history."""
+
+    def __init__(self) -> None:
+        self.programs: set[str] = set()
+        self.calm = True
+        #: Of `programs`, how often each has failed since its last step.
+        self._failures: dict[str, int] = {}
+        self._best: dict[str, int] = {}
+        self._causes: PlanCauses | None = None
+        #: Since when a node has been idle though a task wants it, seconds.
+        self._idle_since_s: dict[str, float] = {}
+        #: Since when a task has had more members than it may have.
+        self._above_since_s: dict[str, float] = {}
+
+    def on_entry(
+        self, before: ClusterState, states: Sequence[ClusterState], entry: RecordedEvent, touched: Collection[str]
+    ) -> Iterator[tuple[str, str]]:
+        """Check an entry that has become durable, and yield (rule, story). `states`: see InvariantChecker."""
+        event = entry.envelope.event
+        match event:
+            case v.WorkerExited(task=task, is_expected=False) | v.HangSuspected(task=task) if task in self.programs:
+                self._failures[task] = self._failures.get(task, 0) + 1
+            case v.StepCommitted(task=task, last=last) if last > self._best.get(task, 0):
+                self._best[task] = last
+                self._failures.pop(task, None)
+        if not entry.envelope.term or entry.envelope.term != before.term:
+            return
+        basis = states[entry.envelope.based_on]
+        match event:
+            case v.NodeIsolated():
+                story = rules.programs_accuse_no_node(basis, event, self.programs, touched, calm=self.calm)
+                yield "programs_accuse_no_node", story
+            case v.PlanAdopted():
+                failing = [name for name in self._failures if name in basis.tasks]
+                yield "programs_move_no_others", rules.programs_move_no_others(basis, event, failing, self._causes)
+                yield "production_goes_first", rules.production_goes_first(basis, event)
+                self._causes = rules.causes_of(basis)
+
+    def at_look(self, state: ClusterState, now_s: float) -> Iterator[tuple[str, str]]:
+        """Look at the time that things have taken by now, and yield (rule, story)."""
+        demand = rules.idle_nodes(state, self.programs) if self.calm else {}
+        self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in demand}
+        idle_s = {name: now_s - since_s for name, since_s in self._idle_since_s.items()}
+        yield "nodes_are_used", rules.nodes_are_used(idle_s, demand, rules.USED_WITHIN_S)
+        above = rules.above_max(state)
+        self._above_since_s = {name: self._above_since_s.get(name, now_s) for name in above}
+        above_s = {name: now_s - since_s for name, since_s in self._above_since_s.items()}
+        within_s = rules.HANDED_OVER_WITHIN_S if self.calm else rules.USED_WITHIN_S
+        yield "members_stay_within_max", rules.members_stay_within_max(above_s, above, within_s)
+
+    def unrest(self) -> Iterator[tuple[str, str]]:
+        """Yield (rule, story) of what has yet to come to rest, by the last look."""
+        yield "nodes_are_used", ", ".join(f"{name} is idle and wanted" for name in self._idle_since_s)
+        yield "members_stay_within_max", ", ".join(f"{name} has too many members" for name in self._above_since_s)

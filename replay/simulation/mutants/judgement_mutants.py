@@ -1,0 +1,89 @@
+"""Planted bugs by which somebody pays for another's program. See `table.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from unicrond.core.deciding import memberships
+from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
+from unicrond.core.rules import plan_problems
+from unicrond.core.tasks import starvation
+from unicrond.events import vocabulary as v
+from unicrond.replay.simulation.mutants.mutation import Mutant, patch, patch_fold
+
+
+def _blame_hardware_for_exceptions() -> None:
+    def make(error_reported: Any) -> Any:
+        """Wrap `error_reported`."""
+
+        def accusing(before: Any, event: Any, envelope: Any) -> Any:
+            """Fold an exception as an error of the node's memory."""
+            if event.kind == "exception":
+                event = msgspec.structs.replace(event, kind="ecc_error")
+            return error_reported(before, event, envelope)
+
+        return accusing
+
+    patch_fold(v.ErrorReported, make)
+
+
+def _prefer_what_fails() -> None:
+    def make(ranks: Any) -> Any:
+        """Wrap `ranks`."""
+
+        def failing_first(state: Any) -> Any:
+            """Give each task that has failed since its last iteration the highest turn."""
+            return ranks(state) | {task.name: TURNS_MAX for task in state.active if task.troubles.stuck}
+
+        return failing_first
+
+    patch(starvation, "ranks", make)
+
+
+def _let_leavers_stay() -> None:
+    def make(set_membership: Any) -> Any:
+        """Wrap `set_membership`."""
+
+        def crowded(batch: Any, task: Any, members: Any, **how: Any) -> None:
+            """Decide the membership with all present members in it."""
+            present = task.membership.members if task.membership and members and not how["urgent"] else ()
+            staying = tuple([member for member in present if member not in members])
+            set_membership(batch, task, members + staying, **how)
+
+        return crowded
+
+    patch(memberships, "set_membership", make)
+
+
+def _forget_priorities() -> None:
+    patch(TaskProblem, "priority_class", lambda _: property(lambda problem: (0, 0)))
+
+
+def _never_grow() -> None:
+    def make(task_problem: Any) -> Any:
+        """Wrap `task_problem`."""
+
+        def modest(survey: Any, task: Any, **how: Any) -> Any:
+            """Return the problem of a task that wants no more than it has."""
+            problem = task_problem(survey, task, **how)
+            if not problem.workers:
+                return problem
+            return replace(problem, max_workers=min(problem.max_workers, max(problem.workers, problem.min_workers)))
+
+        return modest
+
+    patch(plan_problems, "_task_problem", make)
+
+
+JUDGEMENT_MUTANTS: dict[str, Mutant] = {
+    "blame_hardware_for_exceptions": Mutant(
+        "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
+    ),
+    "prefer_what_fails": Mutant("the floor of a task that fails goes before all others", _prefer_what_fails),
+    "let_leavers_stay": Mutant("members that are to leave stay beside those that replace them", _let_leavers_stay),
+    "forget_priorities": Mutant("the plan ignores priorities", _forget_priorities),
+    "never_grow": Mutant("a task that has workers never gets more", _never_grow),
+}
