@@ -378,8 +378,8 @@ def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -
         else state.closed_incidents[len(state.closed_incidents) - min(last, len(state.closed_incidents)) :]
     )
     rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]
-    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "repeated", "what")
-    return Table(headers, tuple(rows), frozenset({"detection", "transition", "repeated"}), "no incident")
+    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "repeat", "what")
+    return Table(headers, tuple(rows), frozenset({"detection", "transition", "repeat"}), "no incident")
 
 
 def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
