@@ -30,7 +30,7 @@ def phases(state: ClusterState) -> dict[str, IncidentPhase]:
 def played(seed: int) -> list[Entry]:
     """The log of one of the fuzzer's histories."""
     with run._world(seed) as world:
-        run.arrange(world, run.draw(world.rng("faults"), list(world.hosts)))
+        run.arrange(world, run.history(seed))
         world.loop.run_until_complete(run._play(world))
         return list(world.server.entries)
 

@@ -370,8 +370,7 @@ def costs_table(costs: Mapping[str, float]) -> Table:
 def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:
     """Build a table of closed incidents, then open ones, oldest first; of the closed ones only the `last`, if given.
 
-    Times of an open incident run until `now_us`. `detected`: how long after the fault; `resumed`: after that.
-    `repeated`: micro-batches computed again, and whole iterations.
+    Times of an open incident run until `now_us`. `repeated`: micro-batches computed again, and whole iterations.
     """
     closed = (
         state.closed_incidents
@@ -379,8 +378,8 @@ def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -
         else state.closed_incidents[len(state.closed_incidents) - min(last, len(state.closed_incidents)) :]
     )
     rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]
-    headers = ("incident", "sev", "cause", "tasks", "response", "detected", "resumed", "repeated", "what")
-    return Table(headers, tuple(rows), frozenset({"detected", "resumed", "repeated"}), "no incident")
+    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "repeat", "what")
+    return Table(headers, tuple(rows), frozenset({"detection", "transition", "repeat"}), "no incident")
 
 
 def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
