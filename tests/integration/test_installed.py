@@ -129,7 +129,7 @@ def test_demo_heals_from_wheel(whole: Path, tmp_path: Path) -> None:
 def test_replay_reads_logs_without_extras(base: Path, tmp_path: Path) -> None:
     expected = must(sys.executable, "-m", "unicrond.replay.cli", "digest", "--log", LOG, cwd=ROOT)
     assert must(base / "unicron-replay", "digest", "--log", LOG, cwd=tmp_path) == expected
-    for command in ("state", "events", "timeline", "story n1", "diff 1 20", "export copy.log"):
+    for command in ("state", "events", "timeline", "story node n1", "diff 1 20", "export copy.log"):
         must(base / "unicron-replay", *command.split(), "--log", LOG, cwd=tmp_path)
     must(base / "unicron-replay", "import", "copy.log", "--into", "copy", cwd=tmp_path)
 
@@ -183,7 +183,7 @@ def test_laboratory_works_beside_unicrond_and_leaves_nothing(studying: Path, tmp
     installation.pip(studying, "uninstall", "--yes", "unicrond-lab")
     site = next((studying.parent / "lib").glob("python*/site-packages"))
     assert not [path for path in site.glob("unicrond_lab*/**/*") if path.is_file()]
-    must(studying / "unicron-replay", "digest", "--file", LOG, cwd=tmp_path)
+    must(studying / "unicron-replay", "digest", "--log", LOG, cwd=tmp_path)
 
 
 def test_laboratory_of_another_version_is_refused(studying: Path, tmp_path: Path) -> None:

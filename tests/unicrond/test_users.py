@@ -35,7 +35,7 @@ def test_task_user_must_exist_on_every_node(run_as: str, said: str) -> None:
     assert next(map(str, task_problems(TaskSpec(name="t", run_as=run_as), made.state)), "") == said
     quarantined = made.state.quarantined_messages
     made.submit("t", run_as=run_as)
-    assert ("t" in made.state.tasks, made.state.quarantined_messages_messages - quarantined) == (
+    assert ("t" in made.state.tasks, made.state.quarantined_messages - quarantined) == (
         not said,
         int(bool(said)),
     )
