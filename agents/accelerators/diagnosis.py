@@ -65,7 +65,7 @@ class GpuFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What is known of one GPU from its earlier readings and events. Times are monotonic seconds.
+    """One GPU, as its earlier readings and events show it. Times are monotonic seconds.
 
     `codes`: per code, when and under which workers it came last. `states`: per state, the workers that were reported.
     `news_s`: per kind of news, when it was reported last. `throttled`: readings in a row with that reason. `corrected`:

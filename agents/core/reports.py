@@ -141,7 +141,7 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
 
 
 def is_own(transition: Transition, record: WorkerRecord, message: FromWorker) -> bool:
-    """Return whether an event of this worker is about itself, its task and its node; other messages name nobody."""
+    """Return whether the worker reports about itself, its own task and node; a message that is no event names none."""
     about = (transition.config.node, record.task)
     match message:
         case SnapshotStored():

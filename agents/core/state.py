@@ -94,7 +94,7 @@ class EndedWorker(_StateStruct, frozen=True, kw_only=True):
 
 
 class Remembered(_StateStruct, frozen=True, kw_only=True):
-    """What one agent writes down for the next one of the same run directory."""
+    """The notes of one agent for the next one of the same run directory."""
 
     #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
     since_boot: int = 0
@@ -127,7 +127,7 @@ MAX_TASKS = 64
 
 
 class WorkerLink(_StateStruct, frozen=True, kw_only=True):
-    """What is known of a worker by its connection to this agent; the next agent begins anew."""
+    """A worker as its connection to this agent shows it; the next agent begins anew."""
 
     connected: bool = True
     #: The newest generation that was sent on this connection.

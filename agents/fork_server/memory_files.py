@@ -80,7 +80,7 @@ class MarkPages:
         fd = sealed_memory(f"mark {worker}", fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK, SIZE_BYTES)
         self._fds[worker] = fd
         link = self._directory / worker
-        with contextlib.suppress(OSError):  # on a full disk there is no link
+        with contextlib.suppress(OSError):  # a full disk takes no link
             link.unlink(missing_ok=True)
             link.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
         return fd

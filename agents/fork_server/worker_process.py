@@ -31,9 +31,9 @@ HANDLED_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSetup:
-    """What a forked child needs to become a worker. `output_fd`: its stdout and stderr; `inherited_fds`: the other
-    descriptors that it keeps. `user`, `cgroup`: its user and cgroup; None: its parent's. `limits`: by number of
-    resource.
+    """The files and settings with which a forked child becomes a worker. `output_fd`: its stdout and stderr;
+    `inherited_fds`: the other descriptors that it keeps. `user`, `cgroup`: its user and cgroup; None: its parent's.
+    `limits`: by number of resource.
     """
 
     launch: Launch

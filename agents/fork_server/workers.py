@@ -82,7 +82,7 @@ class _WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class Separation:
-    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and loses the fork server's
+    """The separation of workers. `users`: each becomes the user that its Spawn names, and loses the fork server's
     privileges. `limits`: by number of resource, the rlimit."""
 
     users: bool = False
@@ -92,7 +92,7 @@ class Separation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildPrograms:
-    """What the fork server's children run; the functions are called in children, never in the fork server. `run`: a
+    """The programs of the fork server's children; they run in children, never in the fork server. `run`: a
     worker. `serve_store`: the rendezvous store, on its listening socket. `add_up`: a sum with other nodes, which tests
     the network. `preload`, `worker`: names of the module with the heavy imports and of `run`, for tasks' preloaders."""
 

@@ -3,12 +3,12 @@
 Rules
 -----
 * Two connections are tried at once, from the node's address in the training network; the first that has sent and got
-  all its bytes decides. So one lost packet is no silent link.
-* `silent`: neither came to its end within LIMIT_S, or the network says that there is no way. A peer that refuses a
-  connection is reached: `unknown`, since its agent may be starting.
-* `unknown` also where this process had no time of its own meanwhile: a busy machine is no bad link.
-* `slow`: it came, after SLOW_S or more.
-* Whoever connects gets what he sent, BYTES at most, and no more than AT_ONCE at a time: there is nothing to learn here.
+  all its bytes decides. So one lost packet does not make a link silent.
+* `silent`: neither connection returned all bytes within LIMIT_S, or the network reports no route. A peer that refuses
+  a connection is reachable: `unknown`, since its agent may be starting.
+* `unknown` also where this process got no CPU time meanwhile: a busy machine says nothing about the link.
+* `slow`: all bytes returned, after SLOW_S or more.
+* The server echoes what a client sends, BYTES at most, for AT_ONCE clients at a time: it reveals nothing.
 * A peer that is not good is probed again every EVERY_S, until it has been good for the patience that the order names,
   and at least twice; that is reported, and the watch is over. A newer order for the peer replaces it.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.integration.faulty_links import CASES, Outcome
+from tests.integration.namespaces import run_case, succeeds
 from unicrond.local.dev import HANG_FLOOR_S
 
 #: Opens a device in a network namespace, as link_relay.py does; fails where the kernel, or who runs this, cannot.
@@ -24,11 +23,7 @@ SILENT = [name for name in CASES if name.startswith("silent")]
 
 
 def can_relay() -> bool:
-    probe = ["unshare", "-rnm", sys.executable, "-c", _PROBE]
-    try:
-        return subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode == 0
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return False
+    return succeeds([sys.executable, "-c", _PROBE])
 
 
 pytestmark = [
@@ -39,16 +34,7 @@ pytestmark = [
 
 
 def run(case: str, directory: Path) -> Outcome:
-    done = subprocess.run(
-        ["unshare", "-rnm", sys.executable, "-m", "tests.integration.faulty_links", case, str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=390,
-        check=False,
-    )
-    logs = "".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("*.log")))
-    assert done.returncode == 0, done.stderr[-3000:] + logs
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Outcome)
+    return run_case("tests.integration.faulty_links", case, directory, Outcome)
 
 
 @pytest.mark.parametrize("case", SILENT)

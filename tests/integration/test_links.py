@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.integration.links import CASES, Found
+from tests.integration.namespaces import run_case, succeeds
 
 #: Ends a connection as link_breaker.py does; fails where the kernel cannot.
 _PROBE = """
@@ -31,11 +30,7 @@ TIMES = 10
 
 
 def can_end_connections() -> bool:
-    probe = ["unshare", "-rnm", "sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, _PROBE]
-    try:
-        return subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode == 0
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return False
+    return succeeds(["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, _PROBE])
 
 
 pytestmark = [
@@ -45,16 +40,7 @@ pytestmark = [
 
 
 def run(case: str, directory: Path) -> Found:
-    done = subprocess.run(
-        ["unshare", "-rnm", sys.executable, "-m", "tests.integration.links", case, str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=390,
-        check=False,
-    )
-    logs = "".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("*.log")))
-    assert done.returncode == 0, done.stderr[-3000:] + logs
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Found)
+    return run_case("tests.integration.links", case, directory, Found)
 
 
 @pytest.mark.parametrize(

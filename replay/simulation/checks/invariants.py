@@ -18,6 +18,7 @@ from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
 from unicrond.core.replayer import LogStep
+from unicrond.core.rules.admission import FOLD_FAILS
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
@@ -43,7 +44,7 @@ RULES: dict[str, str] = {
     "leaders_stay": "No head takes over from one that lives and reaches the log; the log's own outage deposes none.",
     "decisions_take_effect": "Every decision of the ruling coordinator fits the state that it meets; none repeats.",
     "repeats_change_nothing": "An event that is in the log twice changes the state once.",
-    "state_is_sound": "The coordinator's own invariants hold after every entry.",
+    "state_is_sound": "The coordinator's own invariants hold after every entry, and no fold raises.",
     "books_close": "What was delivered and each loss are between 0 and the whole, and add up to it.",
     "symptoms_are_no_incidents": "A broken connection opens no second incident of the same generation.",
     "plan_within_healthy_nodes": "A plan uses healthy nodes only, and no more than their slots.",
@@ -183,12 +184,13 @@ def repeats_change_nothing(before: ClusterState, after: ClusterState) -> str:
 
 
 def state_is_sound(state: ClusterState) -> str:
-    """Check the state by unicrond/core/rules/invariants.py."""
+    """Check the state by unicrond/core/rules/invariants.py, and that its last entry was folded without raising."""
     try:
         check(state)
     except InvariantError as error:
         return str(error)
-    return ""
+    newest = state.refusals[-1] if state.refusals else None
+    return newest.reason if newest and newest.seq == state.seq and newest.reason.startswith(FOLD_FAILS) else ""
 
 
 def books_close(state: ClusterState) -> str:

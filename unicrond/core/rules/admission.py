@@ -5,7 +5,7 @@ Rules
 * An entry is refused that no honest producer writes (a boot or a term from the future, a report about another node's
   worker, an iteration that the task does not have), a request that breaks the rules of requests (`requests.py`), and
   an entry that would break an invariant of the state or make its fold raise.
-* A refused entry is quarantined: counted, kept with its reason (`ClusterState.refused`), and otherwise the state stays
+* A refused entry is quarantined: counted, kept with its reason (`ClusterState.refusals`), and otherwise the state stays
   as it was. Every reader of the log comes to the same verdict, a replay included.
 * `last_numbers` moves on, so that a repetition is one; but not for a boot or a term from the future: its producer could
   never say anything again.
@@ -22,6 +22,9 @@ from unicrond.events.wire.envelope import Envelope
 
 #: A node's boot is its wall clock at most, or one more than the one before; no clock is wrong by more than that.
 AHEAD_MAX_US = 366 * 86_400_000_000
+
+#: How the reason of a quarantine begins where the fold itself raised: always a bug.
+FOLD_FAILS = "its fold fails"
 
 
 def from_the_future(state: ClusterState, envelope: Envelope) -> str:
@@ -83,4 +86,4 @@ def refuse(state: ClusterState, envelope: Envelope, reason: str) -> ClusterState
 
 def raised(error: Exception) -> str:
     """Return the reason of a quarantine, where a fold raised `error`."""
-    return " ".join(f"its fold fails: {type(error).__name__}: {error}".split())
+    return " ".join(f"{FOLD_FAILS}: {type(error).__name__}: {error}".split())

@@ -36,8 +36,8 @@ class HeadViews(Views):
     def __init__(self, *more: View, spans: Spans | None = None) -> None:
         self.goodput = GoodputKeeper()
         self.spans = Spans() if spans is None else spans
-        own: dict[str, JsonView] = {"goodput": self.goodput, "spans": self.spans}
-        self.by_name = {name: own.get(name) or make() for name, make in VIEWS.items()}
+        shared_views: dict[str, JsonView] = {"goodput": self.goodput, "spans": self.spans}
+        self.by_name = {name: shared_views.get(name) or make() for name, make in VIEWS.items()}
         self.accounts = Accounts()
         super().__init__(*self.by_name.values(), self.accounts, *more)
 
