@@ -1,7 +1,7 @@
 """Answers requests about this node's workers: logs, stacks, marks, flight recorders (events/queries/worker_queries.py).
 
 Text that looks like a secret is masked; values of a task's secrets do not come into a log at all
-(fork_server/masked_log.py). A piece is read with its surroundings, so that a secret across two pieces is masked too.
+(fork_server/masked_output.py). A piece is read with its surroundings, so that a secret across two pieces is masked too.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from unicrond.events.vocabulary.field_types import (
     FirstSerial,
     Flops,
     Micros,
-    Name,
     Positive,
     Setting,
+    SettingName,
     SeverityLevel,
     Text,
     Work,
@@ -37,7 +37,7 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
 
     term: FirstSerial
     version: Text
-    policy: dict[Name, Setting] = always({})
+    policy: dict[SettingName, Setting] = always({})
     severity: dict[ErrorKind, SeverityLevel] = always({})
     process: Text = always("")
     adopted_us: Micros = 0

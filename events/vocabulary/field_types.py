@@ -10,6 +10,10 @@ from msgspec import Meta
 #: trailing newline pass.)
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z"
 Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+#: A setting of the policy; behind a dot an owner's name, or "*" for all others.
+SettingName: TypeAlias = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.(\*|[A-Za-z0-9][A-Za-z0-9_-]{0,62}))?\Z")
+]
 NameOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?\Z")]
 #: One incarnation of a worker process: "<task>.<number>"; a number is never used twice in a task.
 WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9}\Z")]

@@ -1,4 +1,4 @@
-"""What an agent looks at for `unicronctl doctor`: links, sums with other nodes, storage (checks.py, pair_sum.py)."""
+"""What an agent looks at for `unicronctl doctor`: links, sums with others, storage (doctor_checks.py, pair_sum.py)."""
 
 from __future__ import annotations
 

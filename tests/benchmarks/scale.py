@@ -310,7 +310,7 @@ class Fault:
             raise SystemExit(f"not folded: {event}")
 
     def _decide(self) -> None:
-        """As service/coordinator.py does, until nothing more is decided."""
+        """As service/coordinator/coordinator.py does, until nothing more is decided."""
         from unicrond.core.decide import decide, needed_solves
         from unicrond.core.own_decisions import require_sound
         from unicrond.core.rules.deadlines import deadlines

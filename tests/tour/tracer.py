@@ -1,6 +1,6 @@
 """The tracer of the tour: which functions of the project each process of a cluster runs, and who is handed which event.
 
-`recorder.py` copies this file as `sitecustomize.py` into a folder on PYTHONPATH, beside `trace.json`, which names the
+`trace.py` copies this file as `sitecustomize.py` into a folder on PYTHONPATH, beside `trace.json`, which names the
 project's root. Each process appends lines to a file of its own there. So it imports nothing of the project, and the
 standard library alone.
 

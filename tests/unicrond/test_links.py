@@ -12,13 +12,15 @@ from msgspec.structs import replace
 
 from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
 from unicrond.core.faults import links
+from unicrond.core.folding.plans import membership_decided
 from unicrond.core.planning.placement import place
+from unicrond.core.state.changes import with_task
 from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
 from unicrond.core.state.state import ClusterState, Severity, Task
 from unicrond.display.cluster_tables import links_table
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
-from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.views.notifications import Notice, step_notices
 from unicrond.views.view import LogStep
 
@@ -324,6 +326,67 @@ def test_a_task_that_is_slow_for_no_workers_fault_has_its_links_probed() -> None
     cluster.run()
     assert list(cluster.state.links) == [link_key("n1", "n2")]
     assert len(cluster.members) == 3 and not cluster.said(v.WorkersWithdrawn)
+
+
+@pytest.mark.parametrize("worker", ["t.999", "t.0"])
+def test_degradation_of_no_member_has_no_link_probed(worker: str) -> None:
+    """Whoever has a node's key could fill the log with orders and answers, and cost a healthy task an end."""
+    cluster = LinkedCluster(15, nodes=3)
+    task = cluster.state.tasks["t"]
+    slow = v.DegradationObserved(
+        node="n0",
+        task="t",
+        worker=worker,
+        generation=task.generation,
+        iteration=9,
+        iteration_us=20,
+        usual_us=1,
+        slowest="",
+        compute_us=5,
+        others_us=5,
+    )
+    before = len(cluster.log)
+    cluster.say(cluster.hosts["n0"], slow)
+    cluster.run()
+    assert not [e for e in cluster.log[before:] if isinstance(e.envelope.event, v.ProbeLinks)]
+
+
+def test_repeated_degradation_is_probed_once_a_minute() -> None:
+    cluster = LinkedCluster(16, nodes=3)
+    task = cluster.state.tasks["t"]
+    lead = next(iter(task.workers.values()))
+    for _ in range(5):
+        slow = v.DegradationObserved(
+            node=lead.node,
+            task="t",
+            worker=lead.worker,
+            generation=task.generation,
+            iteration=9,
+            iteration_us=20,
+            usual_us=10,
+            slowest="",
+            compute_us=5,
+            others_us=5,
+        )
+        cluster.say(cluster.hosts[lead.node], slow)
+        cluster.run()
+    orders = [e for e in cluster.log if isinstance(e.envelope.event, v.ProbeLinks) and e.envelope.event.task]
+    assert 0 < len(orders) <= 3
+
+
+def test_answer_of_a_lost_node_is_not_awaited() -> None:
+    """An order without an answer kept the group from every other response."""
+    cluster = LinkedCluster(17, nodes=2)
+    task = cluster.state.tasks["t"]
+    probing = LinkProbing(orders={"n0": "1.1.n0.1", "n1": "1.1.n1.1"}, ordered_us=cluster.now_us)
+    state = with_task(cluster.state, replace(task, group=replace(task.group, probing=probing)))
+    last = next(e.envelope.event for e in reversed(cluster.log) if isinstance(e.envelope.event, v.MembershipDecided))
+    seats = tuple(run for run in last.seats if run.node == "n0")
+    decided = replace(last, generation=task.generation + 1, seats=seats, urgent=True)
+    envelope = Envelope(producer="coordinator", boot=1, number=10**6, term=state.term, observed_at_us=1, event=decided)
+    after = membership_decided(state, decided, envelope).tasks["t"]
+    assert after.group.probing.orders == {"n0": "1.1.n0.1"}
+    assert list(links.deadlines(state, after)), "a group of one node waits for its own answer with an end"
 
 
 def trained_at(usual_us: int, iteration_us: int) -> Task:

@@ -10,12 +10,17 @@ import pytest
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.serving import serving
 from tests.unicrond.test_page import with_tokens
+from unicrond.core.fold import fold
 from unicrond.core.rules.requests import request_problem
 from unicrond.core.state.policy import Policy, Settings, settings_of
+from unicrond.core.state.state import ClusterState
 from unicrond.core.tasks.quotas import over_quota
 from unicrond.display.queue import pending_reason
 from unicrond.events import vocabulary as v
-from unicrond.intake.tokens import Scope
+from unicrond.events.wire.codec import decode, encode
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
+from unicrond.intake.config import ApiConfig, Config
+from unicrond.intake.tokens import Scope, line_of, make_token
 
 
 def cluster_of(nodes: int, policy: Policy | None = None) -> MiniCluster:
@@ -162,3 +167,49 @@ def test_update_is_refused_with_the_field(settings: dict[str, int], problem: str
 def test_update_says_what_changes() -> None:
     request = v.TaskUpdated(task="big", weight=2.5, preemptible=True, reason="nightly", requester="alice")
     assert request.sentence() == ("task big is to have weight 2.5, preemptible yes: nightly (asked by alice)")
+
+
+def test_quotas_pass_the_codec_and_come_back_from_the_log() -> None:
+    """A claim that cannot be written would keep every head from deciding."""
+    quotas = {"alice": 4, "bob-2": 0, "*": 8}
+    started = v.CoordinatorStarted(term=1, version="0", policy=Settings(Policy(quotas=quotas), 1.0).numbers())
+    envelope = Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=started)
+    event = decode(encode(envelope)).event
+    assert isinstance(event, v.CoordinatorStarted)
+    assert settings_of(event.policy).policy.quotas == quotas
+    assert fold(ClusterState(), RecordedEvent(1, 1, envelope)).quotas == quotas
+
+
+async def test_api_lets_no_token_change_another_owners_task(tmp_path: Path) -> None:
+    alice, bob = make_token(), make_token()
+    lines = (line_of("alice", (Scope.SUBMIT,), alice), line_of("bob", (Scope.SUBMIT, Scope.OPERATE), bob))
+    eve = make_token()
+    lines = (*lines, line_of("eve", (Scope.SUBMIT,), eve))
+    (tmp_path / "tokens").write_text("\n".join(lines) + "\n")
+    config = Config(api=ApiConfig(tokens_file=str(tmp_path / "tokens")))
+
+    def bearer(token: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {token}"}
+
+    async with serving(tmp_path, config=config) as served, aiohttp.ClientSession() as session:
+        url = f"{served.url}/v1/tasks"
+        async with session.post(url, json={"name": "hers"}, headers=bearer(alice)) as answer:
+            assert answer.status == 201, await answer.text()
+        for order, body in (("update", {"priority": -1000}), ("cancel", {}), ("reshape", {"max_workers": 1})):
+            async with session.post(f"{url}/hers/{order}", json=body, headers=bearer(eve)) as answer:
+                error = (await answer.json())["error"]
+                assert answer.status == 403 and "hers is alice's" in error, error
+        for token in (alice, bob):
+            async with session.post(f"{url}/hers/update", json={"weight": 2}, headers=bearer(token)) as answer:
+                assert answer.status == 202, await answer.text()
+
+
+def test_update_of_bounds_waits_for_reshape_of_a_person() -> None:
+    cluster = cluster_of(2)
+    cluster.submit("task", min_workers=1, max_workers=2)
+    cluster.run()
+    reshape = v.ReshapeRequested(task="task", tp=1, pp=1, min_workers=1, max_workers=1, reason="test")
+    cluster.append(reshape, "api", cluster.state.term)
+    request = v.TaskUpdated(task="task", max_workers=2, reason="test")
+    assert "max_workers: the reshape that is under way" in request_problem(cluster.state, request)
+    assert not request_problem(cluster.state, v.TaskUpdated(task="task", weight=2.0, reason="test"))

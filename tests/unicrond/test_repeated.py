@@ -132,6 +132,25 @@ def test_nothing_is_repeated_where_a_replica_lives() -> None:
     assert costs_at(cluster.state, cluster.state.now_us).repeated_flop == 0
 
 
+def test_report_of_the_group_that_comes_late_repeats_nothing() -> None:
+    """One member's agent delivers its join after the first iterations of that very group."""
+    cluster = trained(2)
+    task = cluster.state.tasks["big"]
+    worker = next(worker for worker in task.workers.values() if worker.worker in task.member_names)
+    late = v.WorkerJoinedGroup(
+        node=worker.node,
+        task="big",
+        worker=worker.worker,
+        generation=task.generation,
+        iteration=1,
+        micro_batches_assigned=0,
+        duration_us=1,
+        source="replica",
+    )
+    cluster.say(cluster.hosts[worker.node], late)
+    assert cluster.state.tasks["big"].progress.repeats_until == 0
+
+
 # --- rates ---------------------------------------------------------------------------------------
 
 

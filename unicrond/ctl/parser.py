@@ -280,7 +280,7 @@ def _add_history(commands: Commands) -> None:
         ("story incident i52", "story node gpu07", "story plan 7 --until 1234", "story --since 8h"),
         option("kind", "KIND", "node, task, incident or plan", type=kind_among(command_line.KINDS), nargs="?"),
         option("name", "NAME", "its name, the incident's id, or the plan's epoch", nargs="?"),
-        shared("--since", "8h: before the end (8h); of the cluster's"),
+        shared("--since", "of the cluster's account alone; a time or a span before the end (8h)"),
         UNTIL,
     )
     add_to(

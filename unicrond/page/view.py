@@ -1,6 +1,7 @@
 """What the page shows of a state, as plain JSON types: small, for a thousand nodes are asked for every second. Pure.
 
-    {"seq", "now_us", "term", "attention", "nodes", "tasks", "incidents", "plan"}
+    {"seq", "now_us", "term", "attention", "nodes", "tasks", "incidents", "incidents_total", "waf_unit",
+     "linear_flops", "plan"}
 
 Workers stand with their nodes as [task, number, rank, status]: the task's place in `tasks`, the rank -1 for one that is
 no member. Nodes that tell a type of GPU have it (`gpu`); tasks and the plan's shares where there are several. A task's

@@ -7,8 +7,9 @@ Rules
   samples and the number of micro-batches are those of the whole task by themselves.
 * The hook is attached in place of `train`, behind all set-up: survivors never wait for a newcomer's imports.
 * Megatron's schedule is called once for each list of micro-batches assigned. What it would average is only summed
-  (`weighing.py`). `finalize_model_grads` runs once, behind the sum over the replicas: so what a replica must still add
-  up (tied embeddings over pipeline stages, norms under sequence parallelism, experts' bias) comes from the whole batch.
+  (`_Weighing` of `runs.py`). `finalize_model_grads` runs once, behind the sum over the replicas: so what a replica must
+  still add up (tied embeddings over pipeline stages, norms under sequence parallelism, experts' bias) comes from the
+  whole batch.
 * The step is committed behind `train_step`. The last one only when the script is over: by then it has evaluated; its
   checkpoint is written as the lifecycle's last word, by the leader's replica, or by another if that is lost.
 * Where the lifecycle goes on with another iteration than Megatron's loop expects (this replica was given a newer

@@ -110,7 +110,7 @@ def _placed_elsewhere(
     if not avoided:
         return placed
     stays = {
-        name: [nodes for nodes in replicas if avoided.isdisjoint(nodes) or name not in survey.avoided]
+        name: [nodes for nodes in replicas if not set(survey.avoided.get(name, ())).intersection(nodes)]
         for name, replicas in current.items()
     }
     seats = Counter(node for replicas in stays.values() for nodes in replicas for node in nodes)
@@ -190,8 +190,3 @@ def with_provenance(event: E, answered: PlanAnswer) -> E:
     if isinstance(event, PlanAdopted):
         return replace(event, method=answered.method, duration_us=answered.took_us, rows_reused=answered.rows_reused)
     return event
-
-
-def without_provenance(event: E) -> E:
-    """Return the event as `decide` gives it."""
-    return replace(event, method="fresh", duration_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event

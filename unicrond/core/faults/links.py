@@ -174,7 +174,7 @@ def answers_in_us(state: ClusterState, incident: Incident) -> int:
 def deadlines(state: ClusterState, task: Task) -> Iterator[tuple[str, int]]:
     """Yield `links:` (id, length in microseconds): where answers of probes are to come, or the group is to meet."""
     probing, unmet = task.group.probing, task.membership is not None and not task.confirmed
-    if not (probing.orders or unmet) or len(probed_nodes(state, task)) < 2:
+    if not probing.orders and (not unmet or len(probed_nodes(state, task)) < 2):
         return
     length_us = ANSWERS_US if probing.orders else min(MEETING_US << min(probing.rounds, 16), MEETING_MAX_US)
     yield f"links:{task.name}#{task.generation}.{probing.rounds}", length_us

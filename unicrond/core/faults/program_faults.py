@@ -14,9 +14,11 @@ Rules
 * Workers that end together are one fault: those that were started before it and have joined no group since.
 * *Back-off*: after n faults since the last calm no worker of the task is started for 0, 1, 2, 4, ... at most 60 s.
   CALM_ITERATIONS new iterations reset it. Iterations that are repeated from a checkpoint are not new.
-* *Fruitless* is a fault without a new iteration since the one before, or since the submission. After one the task is
-  worth nothing to the plan until it is calm: it claims no floor and gets only workers that idle else
-  (`rules/plan_problems.py`), so it takes none from others.
+* *Fruitless* is a fault without a new iteration since the one before, or since the submission. From its second fault on
+  such a task is worth nothing to the plan until it is calm: it claims no floor and gets only workers that idle else
+  (`rules/plan_problems.py`), so it takes none from others. One fault alone may be a neighbour's doing. Where the others
+  need all workers it would never show that it is mended: its turn (starvation.py) counts, and `unicronctl set` gives it
+  another chance.
 * The task fails after `stuck_max` failures without a new iteration, three loss values that are not finite in one
   iteration, or three early ends without a calm (`deciding/response.py`).
 
@@ -187,14 +189,15 @@ def is_known_of_program(task: Task, node: str, verdict: FaultVerdict) -> bool:
         return False
     crashes, deaths = task.troubles.crashes, task.troubles.deaths
     if crashes is not None and crashes.signature == verdict.signature:
-        return True
+        return task.progress.best_iteration <= crashes.best
     return any(other == verdict.signature for place, other in deaths.items() if place != node)
 
 
 def is_failing(task: Task) -> bool:
-    """Return whether the program has failed without having achieved anything since the last time, and is not calm."""
+    """Return whether the program has failed again without having achieved anything since the last time, and is not
+    calm. One fault alone may be a neighbour's doing, and a task that is failing may never get workers again."""
     crashes = task.troubles.crashes
-    return crashes is not None and crashes.fruitless > 0
+    return crashes is not None and crashes.fruitless > 0 and crashes.count >= LOOPING_MIN
 
 
 def avoided_nodes(task: Task, strikes_max: int) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 links=fact.links if _is_newer(fact, incident) else _merge_links(incident.links, fact.links),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
-                is_program_fault=incident.is_program_fault or fact.is_program_fault,
+                is_program_fault=incident.is_program_fault or (fact.is_program_fault and severity <= incident.severity),
             ),
         )
     return open_incident(state, fact)

@@ -94,6 +94,10 @@ def _newest(links: dict[str, NodeLink], now_us: int) -> dict[str, NodeLink]:
     return dict(list(recent.items())[-LINKS_MAX:])
 
 
+#: A slow group is not probed again so soon: whoever reports it fills the log with orders and answers.
+REPEAT_US = 60_000_000
+
+
 def forget_links(state: ClusterState, node: str) -> ClusterState:
     """Return the state without the links of a node that is no more."""
     if not any(node in link.ends for link in state.links.values()):
@@ -115,7 +119,10 @@ def meeting_is_long(state: ClusterState, _kind: str, subject: str) -> ClusterSta
 def degradation_observed(state: ClusterState, event: v.DegradationObserved, _: Envelope) -> ClusterState:
     """Have the links of a task probed that is slow, though no worker stands out: a link may be."""
     task = state.tasks.get(event.task)
-    if task is None or event.slowest or event.generation != task.generation or len(probed_nodes(state, task)) < 2:
+    if task is None or event.slowest or event.generation != task.generation or event.worker not in task.member_names:
+        return state
+    probed_us = task.group.probing.ordered_us
+    if len(probed_nodes(state, task)) < 2 or (probed_us and state.now_us < probed_us + REPEAT_US):
         return state
     return _with_probing(state, task, replace(task.group.probing, overdue=True, usual_us=event.usual_us))
 

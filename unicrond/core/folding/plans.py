@@ -117,6 +117,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     again = event.urgent and task.membership is not None and task.membership.members == members
     if again:
         task = _count_evidence(state, task)
+    group_nodes = {member.node for member in members}
     group = replace(
         task.group,
         formed_after=task.progress.iteration,
@@ -124,8 +125,11 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         suspicions={},
         lead_confirmed=False,
         last_membership=task.membership if task.group.lead_confirmed else task.group.last_membership,
-        # Answers of probes say as much of the next group.
-        probing=LinkProbing(orders=task.group.probing.orders, ordered_us=task.group.probing.ordered_us),
+        # Answers of probes say as much of the next group; of a node that is in none of it no answer is awaited.
+        probing=LinkProbing(
+            orders={node: order for node, order in task.group.probing.orders.items() if node in group_nodes},
+            ordered_us=task.group.probing.ordered_us,
+        ),
     )
     task = replace(task, pace=evidence.pace_at_regroup(task, state.now_us))
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)

@@ -36,12 +36,15 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
 
 
 def task_updated(state: ClusterState, event: v.TaskUpdated, _: Envelope) -> ClusterState:
-    """Give the task the settings that the request names; they need another plan."""
+    """Give the task the settings that the request names; they need another plan. The layout that the last plan has
+    chosen is chosen anew with them, and a program that fails gets another chance."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    spec = replace(task.spec, **event.settings)
-    return with_task(state, replace(task, spec=spec, submitted_seq=state.seq, updated_us=state.now_us))
+    task = replace(task, spec=replace(task.spec, **event.settings), submitted_seq=state.seq, updated_us=state.now_us)
+    if task.reshaping.plan:
+        task = replace(task, reshaping=replace(task.reshaping, reshape=None, plan=0))
+    return with_task(state, replace(task, troubles=replace(task.troubles, crashes=None)))
 
 
 def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelope) -> ClusterState:

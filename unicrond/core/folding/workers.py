@@ -72,7 +72,8 @@ def worker_regrouped(state: ClusterState, event: v.WorkerJoinedGroup, _: Envelop
     if task.confirmed and not pair[0].confirmed:
         task = _measure_start(task, state.now_us)
         task = _measure_pause(task, state.now_us) if task.spec.layouts else task
-    if event.generation == task.generation and event.iteration <= task.progress.iteration:
+    is_first = task.progress.committed_generation < event.generation  # else only the report comes late
+    if is_first and event.generation == task.generation and event.iteration <= task.progress.iteration:
         state, task = incidents.fall_back(state, task, event.iteration, event.generation, event.source)
     state = with_task(state, task)
     for incident in state.incidents.values():

@@ -42,14 +42,16 @@ def deadlines(survey: Survey) -> dict[str, int]:
     standing.update(departures.deadlines(state, policy, survey.nodes.dated))
     standing.update(forgetting.deadlines(state, survey.nodes.left_nodes, policy.forget_s))
     for task in state.tasks.values():
-        if task.status is not TaskStatus.ACTIVE or survey.settled(task):
+        if task.status is not TaskStatus.ACTIVE:
+            continue
+        standing.update(links.deadlines(state, task))
+        if survey.settled(task):
             continue
         apart = [task.workers[name] for name in task.tally.apart]
         for worker in apart:
             if worker.status is WorkerStatus.STARTING:
                 length_s = task.spec.start_timeout_s or policy.worker_start_s
                 standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
-        standing.update(links.deadlines(state, task))
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.pace.iteration_us)
             if task.membership.members:

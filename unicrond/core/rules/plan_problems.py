@@ -158,11 +158,11 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     gpu = survey.type_of(task)
     curves = survey.curves(task, gpu)
     most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
-    alternatives = _alternatives(survey, task, shape, gpu) if chooses or survey.types else ()
+    alternatives = _alternatives(survey, task, shape, gpu, at_rest=at_rest) if chooses or survey.types else ()
     curve = curves.get(shape) or curves[task.spec.shape]
     fits = shape.tp <= survey.largest and not _kept_off(task, curve)
     if survey.barred_pairs and not at_rest:
-        most = min(most, _room_of_one(survey))
+        most = min(most, _room_of_one(survey, gpu))
         fits = fits and most >= task.spec.min_workers
     problem = TaskProblem(
         name=task.name,
@@ -184,7 +184,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         priority=task.spec.priority,
         preemptible=task.spec.preemptible or task.name in survey.over_quota,
     )
-    if task.name in survey.failing:
+    if task.name in survey.failing and not problem.turn:
         return _worthless(problem)
     if not task.spec.gpus or survey.types or not problem.floor:
         return problem
@@ -197,7 +197,6 @@ def _worthless(problem: TaskProblem) -> TaskProblem:
     return replace(
         problem,
         floor=0,
-        turn=0,
         preemptible=True,
         throughput=_idle_curve(problem.curve),
         alternatives=tuple(alternatives),
@@ -209,7 +208,7 @@ def _idle_curve(curve: Curve) -> Curve:
     return Curve({workers: float(workers) for workers, flops in curve.rounded() if flops})
 
 
-def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:
+def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str, *, at_rest: bool) -> tuple[Alternative, ...]:
     """Return the task's other layouts on its type of GPU, then all on each other type, unless it must have the same
     bits."""
     chooses, alternatives = _chooses(survey, task), []
@@ -220,17 +219,21 @@ def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple
             if (gpu_type, shape) == (gpu, current) or shape.tp > survey.largest:
                 continue
             most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
+            if survey.barred_pairs and not at_rest:
+                most = min(most, _room_of_one(survey, gpu_type) // shape.workers * shape.workers)
             curve = curves.get(shape) or curves[task.spec.shape]
-            if not _kept_off(task, curve):
+            if most >= task.spec.min_workers and not _kept_off(task, curve):
                 alternatives.append(Alternative(shape, curve, most, gpu_type if survey.types else ""))
     return tuple(alternatives)
 
 
-def _room_of_one(survey: Survey) -> int:
-    """Return the most workers that one task can have: of nodes that cannot talk to each other, only one end counts."""
-    pairs = [pair for pair in survey.barred_pairs if all(end in survey.capacity for end in pair)]
-    ends = ends_to_leave(pairs, {end: (survey.capacity[end],) for pair in pairs for end in pair})
-    return sum(survey.capacity.values()) - sum(survey.capacity[end] for end in ends)
+def _room_of_one(survey: Survey, gpu: str) -> int:
+    """Return the most workers that one task can have on this type: of nodes that cannot talk to each other, only one
+    end counts."""
+    slots = {name: count for name, count in survey.capacity.items() if not survey.types or survey.gpus[name] == gpu}
+    pairs = [pair for pair in survey.barred_pairs if all(end in slots for end in pair)]
+    ends = ends_to_leave(pairs, {end: (slots[end],) for pair in pairs for end in pair})
+    return sum(slots.values()) - sum(slots[end] for end in ends)
 
 
 def _kept_off(task: Task, curve: Curve) -> bool:

@@ -84,6 +84,9 @@ def update_problem(task: Task, request: v.TaskUpdated) -> str:
     """Return why the task cannot have these settings; "" where it can."""
     if not request.settings:
         return "settings: none is given; give weight, priority, preemptible, min_workers or max_workers"
+    bounds = [name for name in ("min_workers", "max_workers") if name in request.settings]
+    if bounds and task.reshaping.reshape is not None and not task.reshaping.plan:
+        return f"{bounds[0]}: the reshape that is under way brings its own bounds; wait for its end"
     return next((str(fault) for fault in task_problems(replace(task.spec, **request.settings))), "")
 
 

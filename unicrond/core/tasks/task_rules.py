@@ -28,8 +28,6 @@ BUILT_IN = "gpt"
 ENTRIES = (BUILT_IN, megatron_lm.ENTRY)
 #: A spec travels inside commands, and is not to fill them.
 SPEC_BYTES_MAX = 64 * 1024
-#: A name up to this long is not worth shortening.
-SHORT_NAME = 12
 #: Layouts of a task, at most: a plan weighs them all.
 LAYOUTS_MAX = 64
 #: Types of GPU with a T of their own, at most.

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from unicrond.core.rules.fault_targets import OrderRefused
+from unicrond.core.state.state import Task
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
 from unicrond.page.files import is_page
@@ -146,3 +147,10 @@ def require_scope_of_priority(grant: Grant, priority: int) -> None:
     if Scope.OPERATE not in grant.scopes:
         text = f"priority: {priority} goes before other people's tasks; token {grant.name} may give 0 or less"
         raise OrderRefused(403, f"{text}, one with scope operate more")
+
+
+def require_owner(grant: Grant, task: Task) -> None:
+    """Raise OrderRefused unless the caller has submitted the task, or operates the cluster. A task that came without a
+    token is anybody's."""
+    if task.owner and task.owner != grant.name and Scope.OPERATE not in grant.scopes:
+        raise OrderRefused(403, f"task: {task.name} is {task.owner}'s; token {grant.name} lacks scope operate")

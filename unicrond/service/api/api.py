@@ -82,7 +82,7 @@ from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tokens import FULL_GRANT, Grant
-from unicrond.service.api.access import Access, AccessDenied, require_scope_of_priority
+from unicrond.service.api.access import Access, AccessDenied, require_owner, require_scope_of_priority
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
@@ -414,6 +414,7 @@ class Api:
         task = self._coordinator.state.tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
             raise OrderRefused(404, f"task: {name} is not active; see `unicronctl tasks`")
+        require_owner(_caller.get(), task)
         return task
 
     def _node(self, request: web.Request) -> str:

@@ -1,4 +1,4 @@
-"""Runs the repair command on the head. How isolated nodes come back: intake/readmission.py.
+"""Runs the repair command on the head. How isolated nodes come back: core/nodes/isolation.py.
 
 Rules
 -----
