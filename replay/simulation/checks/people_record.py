@@ -48,15 +48,15 @@ class PeopleRecord:
             case v.PlanAdopted():
                 failing = [name for name in self._failures if name in basis.tasks]
                 yield "programs_move_no_others", rules.programs_move_no_others(basis, event, failing, self._causes)
-                yield "production_goes_first", rules.production_goes_first(basis, event)
+                yield "production_goes_first", rules.production_goes_first(basis, event, self.programs)
                 self._causes = rules.causes_of(basis)
 
     def at_look(self, state: ClusterState, now_s: float) -> Iterator[tuple[str, str]]:
         """Look at the time that things have taken by now, and yield (rule, story)."""
-        wanted = rules.idle_nodes(state, self.programs) if self.calm else {}
-        self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in wanted}
+        users = rules.idle_nodes(state, self.programs) if self.calm else {}
+        self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in users}
         idle_s = {name: now_s - since_s for name, since_s in self._idle_since_s.items()}
-        yield "nodes_are_used", rules.nodes_are_used(idle_s, wanted, rules.USED_WITHIN_S)
+        yield "nodes_are_used", rules.nodes_are_used(idle_s, users, rules.USED_WITHIN_S)
         above = rules.above_max(state)
         self._above_since_s = {name: self._above_since_s.get(name, now_s) for name in above}
         above_s = {name: now_s - since_s for name, since_s in self._above_since_s.items()}
