@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from unicrond.events.cli import environment_flags as variables
 from unicrond.events.cli.completion import COMPLETE_VARIABLE, SHELLS, LiveNames, complete, script
 from unicrond.events.cli.exit_codes import DONE, FAILED, INTERRUPTED, USAGE, exit_codes
-from unicrond.events.vocabulary.phrases import guess
 
 if TYPE_CHECKING:
     from unicrond.events.log.point import BeforeEnd, Point
@@ -254,6 +253,7 @@ def point_argument(text: str) -> Point | BeforeEnd:
 
 def event_type(text: str) -> str:
     """Parse the name of an event type. Raises ValueError."""
+    from unicrond.events.vocabulary.phrases import guess
     from unicrond.events.wire.selection import TYPE_NAMES
 
     if text not in TYPE_NAMES:
@@ -358,6 +358,8 @@ def _plainer(message: str) -> str:
     choice = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)$", message)
     if choice is None:
         return message.removeprefix("argument ")
+    from unicrond.events.vocabulary.phrases import guess
+
     problem = "no command" if choice[1] == "COMMAND" else f"{choice[1]}: unknown"
     choices = re.findall(r"[\w-]+", choice[3])
     return f"{problem} {choice[2]!r}; {guess(choice[2], choices)}"

@@ -18,8 +18,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from unicrond.events.vocabulary.phrases import guess
-
 _YES = {"1", "true", "yes", "on"}
 _NO = {"0", "false", "no", "off"}
 #: Kubernetes tells each container of every service: UNICROND_SERVICE_HOST, UNICROND_PORT_4222_TCP_ADDR.
@@ -70,6 +68,8 @@ def check(program: str, names: Collection[str], environ: Mapping[str, str]) -> N
     begin = prefix(program)
     for name in sorted(environ):
         if name.startswith(begin) and name not in names and not _OF_A_SERVICE.fullmatch(name[len(begin) - 1 :]):
+            from unicrond.events.vocabulary.phrases import guess
+
             raise BadVariable(f"{name}: {program} knows no such variable; {guess(name, sorted(names), 'unset it')}")
 
 
@@ -96,6 +96,8 @@ def _value(action: argparse.Action, text: str) -> Any:
     parse = action.type if callable(action.type) else str
     value = parse(text)
     if action.choices is not None and value not in action.choices:
+        from unicrond.events.vocabulary.phrases import guess
+
         raise ValueError(f"unknown {text[:40]!r}; {guess(text, list(map(str, action.choices)))}")
     return value
 

@@ -49,7 +49,7 @@ class Source(Protocol):
 
     @property
     def has_own_times(self) -> bool:
-        """See the class."""
+        """Return whether the recorded times are those of the log itself."""
         ...
 
     def chunks(self, after_seq: int = 0) -> AsyncGenerator[LogChunk, None]:

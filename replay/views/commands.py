@@ -14,7 +14,7 @@ import msgspec
 
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState
-from unicrond.ctl.stories import require_story_words
+from unicrond.ctl.history import require_story_words
 from unicrond.display.event_lines import entry_json
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain

@@ -45,8 +45,9 @@ async def timeline_command(options: argparse.Namespace) -> int:
 def _require_drawing(kind: str, path: Path, log: Path | None) -> None:
     """Check that a drawing can be written there. It replaces an older one, never the log. Raises UsageError."""
     require_place(f"--{kind}", path)
-    if path.suffix != f".{kind}":
-        raise UsageError(f"--{kind}: {path} does not end in .{kind}; name it so")
+    suffix = ".png" if kind == "plot" else f".{kind}"
+    if path.suffix != suffix:
+        raise UsageError(f"--{kind}: {path} does not end in {suffix}; name it so")
     if log is not None and log.exists() and path.exists() and path.samefile(log):
         raise UsageError(f"--{kind}: {path} is the log itself; name another place")
 

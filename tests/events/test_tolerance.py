@@ -67,12 +67,12 @@ def test_fact_with_unknown_field_is_read(envelope: Envelope, schema: int) -> Non
 def test_unknown_nested_fields_are_set_aside() -> None:
     submitted = said(TaskSubmitted(spec=TaskSpec(name="t", seed=7)), "api")
     wire = msgpack.unpackb(encode(submitted))
-    wire["event"]["spec"]["priority"] = 3
+    wire["event"]["spec"]["urgency"] = 3
     wire["event"]["spec"]["model"]["experts"] = 8
     found, unknown = read(msgpack.packb(wire))
     assert found == submitted
     assert set(unknown) == {
-        "$.event.spec.priority = 3",
+        "$.event.spec.urgency = 3",
         "$.event.spec.model.experts = 8",
     }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from unicrond.replay.views.story import Index, Story, Subject
 
 from tests.integration.disobedient_gpt import order
 from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats, told_members
@@ -32,7 +33,6 @@ from unicrond.events.nats.connection import Login
 from unicrond.events.vocabulary import LANES
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import read
-from unicrond.replay.views.story import Index, Story, Subject
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
 SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3

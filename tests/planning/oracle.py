@@ -84,7 +84,8 @@ def floor_worth(problem: Problem, task: TaskProblem) -> Fraction:
     transition = problem.d_transition_us if task.d_transition_us is None else task.d_transition_us
     prices = [task.prices.move_us, task.prices.reshape_us, task.prices.restart_us]
     stop = max(transition, *(transition if price is None else price for price in prices))
-    return achieved * Fraction(problem.d_running_us) + waf(task, task.workers) * Fraction(stop)
+    heal = transition if task.faulty else 0
+    return achieved * Fraction(problem.d_running_us) + waf(task, task.workers) * (Fraction(stop) - Fraction(heal))
 
 
 def finds_room(groups: list[int], slots: list[int]) -> bool:

@@ -170,7 +170,7 @@ def test_events_command_reports_empty_selection(log: Path) -> None:
 
 def test_export_is_private_complete_and_never_overwrites(log: Path, entries: list[Entry], tmp_path: Path) -> None:
     path = tmp_path / "part.bin"
-    done = unicron_replay("export", path, "--log", log, "--at", "100")
+    done = unicron_replay("export", path, "--log", log, "--until", "100")
     assert done.stdout == f"{path}: entries 1 to 100\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(unicron_replay("digest", "--log", path, "--json").stdout)["seq"] == 100
@@ -186,7 +186,7 @@ def test_export_is_private_complete_and_never_overwrites(log: Path, entries: lis
 
 
 def test_export_beyond_end_leaves_nothing(log: Path, tmp_path: Path) -> None:
-    assert unicron_replay("export", tmp_path / "x.bin", "--log", log, "--at", "100000").returncode == 2
+    assert unicron_replay("export", tmp_path / "x.bin", "--log", log, "--until", "100000").returncode == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -203,7 +203,7 @@ def test_export_beyond_end_leaves_nothing(log: Path, tmp_path: Path) -> None:
         ("digest --log LOG --at 2026-11-20T09:30:00", 2, "append Z"),
         ("digest --log LOG --at 100000", 2, "--at: entry 100000 is not in the log, which ends at entry"),
         ("events --log LOG --type NodLost", 2, "--type: no event type 'NodLost'; did you mean NodeLost?"),
-        ("events --log LOG --node a.b", 2, "--node: 'a.b' is not a valid name"),
+        ("events --log LOG --node a/b", 2, "--node: 'a/b' is not a valid name"),
         ("digest --nats localhost:4222", 2, "write nats://HOST:PORT"),
         ("digest --nats nats://h:99999", 2, "bad port"),
         ("digest --nats nats://h:1 --creds /missing", 2, "--creds: '/missing' is not a file"),

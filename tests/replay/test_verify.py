@@ -167,6 +167,8 @@ def test_verify_uses_policy_of_term() -> None:
     host = next(host for host in cluster.hosts.values() if host.processes)
     cluster.kill_worker(host, next(iter(host.processes)))
     cluster.run()
+    cluster.train("a")  # elsewhere: it follows the node
+    cluster.run()
     assert any(isinstance(entry.envelope.event, v.NodeIsolated) for entry in cluster.log)
     verify(cluster.log)
     started = cluster.log[0].envelope.event

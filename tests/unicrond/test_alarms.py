@@ -76,15 +76,15 @@ def test_failed_save_raises_alarm_until_later_save() -> None:
         cluster.say(cluster.hosts[worker.node], event(**(told_of | fields)))
 
     assert told() == []
-    say(v.SaveFailed, by="unicron", reason="OSError: no space left")
-    say(v.SaveFailed, by="program", reason="RuntimeError: no")
-    say(v.SaveFailed, by="unicron", reason="from a stranger", worker=f"{task.name}.99999")
+    say(v.SaveFailed, saver="unicron", reason="OSError: no space left")
+    say(v.SaveFailed, saver="program", reason="RuntimeError: no")
+    say(v.SaveFailed, saver="unicron", reason="from a stranger", worker=f"{task.name}.99999")
     assert told() == [
         f"task {task.name}: its program did not save its checkpoint of iteration 3: RuntimeError: no",
         f"task {task.name}: did not save the checkpoint of iteration 3: OSError: no space left",
     ]
     say(v.CheckpointSaved, path="/x", size_bytes=1, duration_us=1)
-    say(v.SaveFailed, by="program", reason="")
+    say(v.SaveFailed, saver="program", reason="")
     assert told() == []
 
 

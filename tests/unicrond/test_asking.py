@@ -119,7 +119,7 @@ async def test_describe_command_shows_task_node_and_incident(ctl: Ctl, served: S
 
 async def test_doctor_reports_lost_node(ctl: Ctl) -> None:
     outcome = await ctl("doctor", "--quick", "--json")
-    found = {one["about"]: one["what"] for one in json.loads(outcome.out)}
+    found = {one["about"]: one["problem"] for one in json.loads(outcome.out)}
     assert outcome.code == 1 and "is lost" in found["n4"] and "--quick" in outcome.err
     assert "its clock is behind" in found["n1"], "the story is of another year"
     whole = await ctl("doctor")

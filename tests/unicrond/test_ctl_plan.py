@@ -55,7 +55,7 @@ async def test_plan_show_tells_assignments_reason_method_and_cost(served: Served
     text, data = await asyncio.gather(*(ctl("plan", "show", *more, url=served.url) for more in ([], ["--json"])))
     plan = served.coordinator.state.plan
     assert (text.code, data.code) == (0, 0), (text, data)
-    assert f"epoch {plan.epoch}, WAF 7 weighted workers of 7 weighted workers in health" in text.out
+    assert f"epoch {plan.epoch}, WAF 7 weighted workers planned, 7 weighted workers in health" in text.out
     assert plan.reason in text.out and plan.trigger in text.out and "solved afresh in" in text.out
     told = json.loads(data.out)
     costs = told["costs"]

@@ -59,9 +59,9 @@ def test_doctor_names_problem_of_node(state: ClusterState, fields: dict[str, obj
 
 def test_doctor_compares_addresses_versions_and_logins(state: ClusterState) -> None:
     [same] = findings(with_node(state, "n2", address="10.0.0.1"), HEALTH, [])
-    assert "n1, n2 say the same address" in same.what
+    assert "n1, n2 say the same address" in same.problem
     [versions] = findings(with_node(state, "n2", agent=AgentIdentity(boot=1, version="0.0.9+x")), HEALTH, [])
-    assert "run several versions" in versions.what and "0.0.9: n2" in versions.what
+    assert "run several versions" in versions.problem and "0.0.9: n2" in versions.problem
     keys = {name: NodeLogin(key="U", is_used=True) for name in ("n1", "n2", "n3")}
     [login] = findings(replace(state, logins=keys), HEALTH, [])
     assert (login.about, login.fix) == ("n4", "unicrond enroll n4")

@@ -329,7 +329,7 @@ async def test_restart_on_same_machine_skips_wait_for_own_lease() -> None:
 
 def test_process_identity_includes_start_time() -> None:
     me = heads.this_process()
-    assert me.machine and me.began and not heads.is_gone(me)
+    assert me.machine and me.start_ticks and not heads.is_gone(me)
     assert other_processes.is_gone(me.machine, 2**22 + 1, 5) and not other_processes.is_gone("another", 2**22 + 1, 5)
     assert other_processes.is_gone(me.machine, 1, (other_processes.began(1) or 0) + 1)
     assert not other_processes.is_gone("", 2**22 + 1, 5)

@@ -57,7 +57,7 @@ def where(cluster: MiniCluster) -> IsolationPhase:
 
 def repaired(cluster: MiniCluster, *, passed: bool) -> None:
     nth = cluster.state.nodes[NODE].isolation.count
-    ended = v.RepairEnded(node=NODE, isolation=nth, passed=passed, duration_us=1, detail="exit code 0")
+    ended = v.RepairEnded(node=NODE, isolation=nth, has_passed=passed, duration_us=1, detail="exit code 0")
     cluster.append(ended, "coordinator", cluster.state.term)
     cluster.run_but_isolation()
 

@@ -8,6 +8,7 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from unicrond.core.faults import program_faults
 from unicrond.core.faults.program_faults import Guilt, judge_end, judge_report, looping_text, signature_of
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Severity, TaskStatus
 from unicrond.core.state.task_parts import Crashes
 from unicrond.core.state.workers import Worker, WorkerError, WorkerStatus
@@ -262,6 +263,35 @@ def test_unknown_end_is_tried_elsewhere_before_node_is_suspected() -> None:
     cluster.run()
     node = cluster.state.nodes[first]
     assert not node.isolation.active and node.health.suspicion == suspicion, "it keeps the suspicion"
+    assert len(said(cluster, v.NodeIsolated)) == 1, "nothing new has happened there"
+
+
+@pytest.mark.parametrize("strikes_max", [1, 2, 3])
+def test_suspected_node_returns_until_something_new_ends_there(strikes_max: int) -> None:
+    """It is isolated by one more end, not by the old ones."""
+    cluster = MiniCluster(1, Policy(strikes_max=strikes_max))
+    for name in ("n0", "n1"):
+        cluster.add_host(name)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    first = next(iter(cluster.state.tasks["big"].workers.values())).node
+    for _ in range(strikes_max):
+        end(cluster, "big", number=9, tail="")
+        cluster.run()
+    cluster.train("big", 1)
+    cluster.run()
+    assert len(said(cluster, v.NodeIsolated)) == 1 and not cluster.state.nodes[first].isolation.active
+    (other,) = {"n0", "n1"} - {first}
+    cluster.cordon(other, drain=True)
+    cluster.run()
+    end(cluster, "big", number=9, tail="")
+    cluster.uncordon(other)
+    cluster.run()
+    cluster.cordon(first, drain=True)
+    cluster.run()
+    cluster.train("big", 1)
+    cluster.run_but_isolation()
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [first, first]
 
 
 def test_same_signature_on_two_nodes_is_of_program() -> None:
@@ -334,3 +364,22 @@ def test_crash_loop_is_told_once() -> None:
     notices = [notice for step in steps_of(cluster) for notice in step_notices(step) if notice.rule == "crash_looping"]
     assert [notice.is_over for notice in notices] == [False, True]
     assert notices[0].title == "task typo is crash-looping" and "tokens.txt" in notices[0].text
+
+
+def test_failing_task_takes_only_idle_workers() -> None:
+    """Ten times as heavy and with a floor: after its first fruitless fault others get what they have a use for."""
+    cluster = cluster_of(4)
+    cluster.submit("slow", min_workers=1, max_workers=2)
+    cluster.submit("typo", weight=10.0, min_workers=2, max_workers=4)
+    cluster.run()
+    assert workers(cluster)["typo"] == 3
+    end(cluster, "typo")
+    cluster.run()
+    assert workers(cluster) == {"slow": 2, "typo": 2}, "the floor of slow and its second worker; the rest idles"
+    gone = next(worker.node for worker in cluster.state.tasks["slow"].workers.values())
+    cluster.kill_host(cluster.hosts[gone])
+    cluster.lose(cluster.hosts[gone])
+    cluster.run()
+    assert workers(cluster) == {"slow": 2, "typo": 0}, "its floor goes before nobody's second worker"
+    assert "crash-looping" not in looping_text(cluster.state.tasks["typo"])
+    assert looping_text(cluster.state.tasks["typo"]).startswith("failed once: FileNotFoundError")

@@ -33,9 +33,12 @@ def cluster() -> MiniCluster:
 def test_task_user_must_exist_on_every_node(run_as: str, said: str) -> None:
     made = cluster()
     assert next(map(str, task_problems(TaskSpec(name="t", run_as=run_as), made.state)), "") == said
-    quarantined = made.state.quarantined
+    quarantined = made.state.quarantined_messages
     made.submit("t", run_as=run_as)
-    assert ("t" in made.state.tasks, made.state.quarantined_messages - quarantined) == (not said, int(bool(said)))
+    assert ("t" in made.state.tasks, made.state.quarantined_messages_messages - quarantined) == (
+        not said,
+        int(bool(said)),
+    )
 
 
 def test_node_without_user_list_runs_as_agent_user() -> None:

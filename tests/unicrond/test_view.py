@@ -151,8 +151,8 @@ async def test_watch_prints_noteworthy_lines_without_terminal(healed: MiniCluste
     async def events() -> AsyncIterator[EventLine]:
         yield line(1, "NodeJoined", "node n1 \x1b[31mjoined\nnow")
         yield line(2, "CommandApplied", "machinery")
-        yield line(3, "WorkerExited", "ended by signal 9", expected=False)
-        yield line(4, "WorkerExited", "ended as told", expected=True)
+        yield line(3, "WorkerExited", "ended by signal 9", is_expected=False)
+        yield line(4, "WorkerExited", "ended as told", is_expected=True)
         yield EventLine(seq=5, recorded_at_us=0, type="QuarantinedMessage", quarantined="$.event.node: wrong")
         told.set()
         await asyncio.Event().wait()

@@ -119,14 +119,14 @@ def show_view(*words: str) -> None:
 def test_a_view_in_the_table_runs_in_a_replay(counts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = trained(2)
     log = str(write_log(tmp_path / "log.bin", list(cluster.log)))
-    show_view(counts, "--file", log)
+    show_view(counts, "--log", log)
     value = json.loads(capsys.readouterr().out)
     assert value.pop("seq") == len(cluster.log) == sum(value.values())
     for name in VIEWS:
-        show_view(name, "--file", log, "--at", "20", "--json")
+        show_view(name, "--log", log, "--at", "20", "--json")
         assert json.loads(capsys.readouterr().out)
     with pytest.raises(UsageError, match="NAME: no view count; did you mean counts"):
-        show_view("count", "--file", log)
+        show_view("count", "--log", log)
 
 
 def test_a_log_with_a_gap_is_shown_by_no_view() -> None:

@@ -131,8 +131,7 @@ class Client:
         self._tls = parts.scheme == "https"
 
     def health(self) -> dict[str, Any]:
-        """Return {"status": "live", "standby", "catching up", "log takes nothing" or "stopped deciding", "trouble",
-        ...}."""
+        """Return {"status": "live", "standby", "catching up", ... , "trouble", ...}."""
         return self._object("GET", "/healthz")
 
     def snapshot(self) -> Snapshot:
@@ -168,7 +167,7 @@ class Client:
             return self._object("GET", f"/v1/plan/spares?repair_s={repair_s}&mtbf_s={mtbf_s}")
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Return the plan now, and the one that the changes (`ClusterChanges`) would bring (views/what_if.py)."""
+        """Return the plan now and the one with the changes (views/what_if.py)."""
         return self._object("POST", "/v1/plan/whatif", body=changes)
 
     def cancel(self, task: str, reason: str) -> dict[str, Any]:
@@ -190,8 +189,7 @@ class Client:
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/cordon", body=body)
 
     def forget(self, node: str, reason: str, *, leave: bool, **conditions: Any) -> dict[str, Any]:
-        """Remove a node that has left (leave: one that is up leaves first); return {"node", "seq"}. `conditions`: see
-        `cordon`."""
+        """Remove a node that has left (leave: or is up); return {"node", "seq"}. `conditions`: see `cordon`."""
         body = {"reason": reason, "leave": leave, **conditions}
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/forget", body=body)
 
@@ -243,8 +241,7 @@ class Client:
         return self._object("GET", f"/v1/story{_query({'since_us': since_us, 'last_s': last_s})}")
 
     def checks(self, library: str, limit_s: float | None = None) -> dict[str, Any]:
-        """Return what the agents find about nodes, links and storage (display/doctor_nodes.py). Takes a little longer
-        than the sums between nodes, which may take `limit_s` (default: the coordinator's)."""
+        """Return what the agents find about nodes, links and storage. The sums between nodes may take `limit_s`."""
         body = {"library": library, **({"limit_s": limit_s} if limit_s else {})}  # older coordinators know none
         with self._patient((limit_s or 0.0) + _CHECKS_S):
             return self._object("POST", "/v1/checks", body=body)
@@ -264,8 +261,7 @@ class Client:
         return {int(seq): str(reason) for seq, reason in self._object("GET", "/v1/skips").items()}
 
     def entries(self, after: int, until: int) -> Iterator[Entry]:
-        """Yield entries `after` + 1 to `until`, as they are folded (`entry_of`). Raises Unreachable where one is
-        missing."""
+        """Yield entries `after` + 1 to `until`, as they are folded. Raises Unreachable where one is missing."""
         from unicrond.events.log.skips import apply_skips  # brings 60 ms with it
 
         seq, skips = after, self.skips()
@@ -285,8 +281,7 @@ class Client:
             raise Unreachable(f"{self.url}: {error}; is it a coordinator of this version?") from None
 
     def events(self, after: int = 0, *, follow: bool = False, until: int | None = None) -> Iterator[EventLine]:
-        """Yield entries after sequence number `after`; with `follow` without end, otherwise to `until`, or the log's
-        end."""
+        """Yield entries after `after`: with `follow` without end, otherwise to `until`, or the log's end."""
         end = "" if until is None else f"&until={until}"
         connection, response = self._open("GET", f"/v1/events?after={after}&follow={int(follow)}{end}")
         try:

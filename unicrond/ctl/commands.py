@@ -16,12 +16,12 @@ from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
+from unicrond.ctl.history import story
 from unicrond.ctl.incidents import incidents
 from unicrond.ctl.lists import node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
-from unicrond.ctl.stories import story
 from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
@@ -193,7 +193,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         print_json([problem._asdict() for problem in problems])
     elif problems:
-        show(Table(("about", "what", "fix"), tuple(problems)))
+        show(Table(("about", "problem", "fix"), tuple(problems)))
     else:
         print(f"nothing found: coordinator {health['status']}, {len(state.nodes)} nodes")
     for note in notes:

@@ -42,7 +42,7 @@ class FindingRow(msgspec.Struct, forbid_unknown_fields=True):
     """What `doctor` has found."""
 
     about: str
-    what: str
+    problem: str
     fix: str
 
 

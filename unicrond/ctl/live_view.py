@@ -21,6 +21,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.worth.waf import waf_unit
 from unicrond.ctl.client import ApiError
 from unicrond.display.cluster_tables import (
     NODES_SHOWN,
@@ -37,7 +38,7 @@ from unicrond.display.cluster_tables import (
 )
 from unicrond.display.event_lines import EventLine
 from unicrond.display.tables import STYLES, Table, console, for_terminal, interactive, show
-from unicrond.display.worth import achieved_now, planned_wafs, waf_in
+from unicrond.display.worth import achieved_now, planned_wafs, waf_in, waf_text
 from unicrond.events.vocabulary.phrases import clean
 
 #: Gives the state and its digest; raises ApiError while the coordinator is away.
@@ -156,9 +157,10 @@ def _headline(state: ClusterState, away_s: float) -> Text:
 
 def _tasks(state: ClusterState) -> RichTable:
     """Render the tasks within 80 columns: a task that has ended shows its status in place of the bar."""
-    headers = ("task", "weight", "workers", "progress", "iteration", "loss", "ms/iter", "WAF")
-    right = ("weight", "iteration", "loss", "ms/iter", "WAF")
-    table = RichTable(title="tasks", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    headers = ("task", "workers", "progress", "iteration", "loss", "ms/iter", "WAF")
+    right = ("iteration", "loss", "ms/iter", "WAF")
+    unit = waf_unit(state)
+    table = RichTable(title=f"tasks, WAF in {unit}", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for header in headers:
         table.add_column(header, justify="right" if header in right else "left", no_wrap=True, header_style="dim")
     for task in state.tasks.values():
@@ -167,13 +169,12 @@ def _tasks(state: ClusterState) -> RichTable:
         bar = ProgressBar(total=task.spec.iterations, completed=task.progress.iteration, width=10)
         table.add_row(
             task.name,
-            f"{task.spec.weight:g}",
             task_workers(task),
             bar if active else Text(status, style=STYLES.get(status, "")),
             f"{task.progress.iteration}/{task.spec.iterations}",
             loss(task.progress.loss),
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
-            waf_in(state, achieved_now(state, task)),
+            waf_text(achieved_now(state, task), unit).removesuffix(unit).rstrip(),
         )
     return table
 

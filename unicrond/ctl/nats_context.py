@@ -26,7 +26,7 @@ def nats_context(options: argparse.Namespace) -> None:
     if options.state_dir is not None:
         url, login = _of_head(options.state_dir, login)
     else:
-        url = options.nats
+        url = ",".join(options.nats)
     if options.tls_ca is None and login.tls_ca is None and url.startswith("tls:"):
         raise UsageError("--tls-ca: missing; give the head's STATE_DIR/tls/ca.pem")
     if options.write:

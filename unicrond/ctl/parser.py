@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import get_args
 
 from unicrond import VERSION
-from unicrond.ctl.completion import live_names
 from unicrond.ctl.node_parser import add_node_control
-from unicrond.ctl.parsing import AT, CHANGES, PROG, SINCE, TASK, UNTIL, add_to, common
+from unicrond.ctl.parsing import AT, CHANGES, PROG, SINCE, TASK, UNTIL, add_to, common, live_names
 from unicrond.ctl.task_parser import add_tasks_control
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import (

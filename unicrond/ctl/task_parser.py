@@ -45,6 +45,10 @@ def add_tasks_control(commands: Commands) -> None:
         shared("--max-workers", "(default: unchanged, in whole replicas)"),
         REASON,
     )
+    _add_settings(commands)
+
+
+def _add_settings(commands: Commands) -> None:
     add_to(
         commands,
         "checkpoint",

@@ -370,7 +370,7 @@ def costs_table(costs: Mapping[str, float]) -> Table:
 def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:
     """Build a table of closed incidents, then open ones, oldest first; of the closed ones only the `last`, if given.
 
-    Times of an open incident run until `now_us`. `repeated`: micro-batches computed again.
+    Times of an open incident run until `now_us`. `repeated`: micro-batches computed again, and whole iterations.
     """
     closed = (
         state.closed_incidents
@@ -394,7 +394,9 @@ def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
         incident.response if incident.closed_us else f"{RESPONSE[incident.severity]} (open)",
         f"{milliseconds(detection_us)} ms",
         f"{milliseconds(transition_us)} ms",
-        str(incident.micro_batches_repeated),
+        f"{incident.micro_batches_repeated}, {incident.iterations_lost} iterations"
+        if incident.iterations_lost
+        else str(incident.micro_batches_repeated),
         incident.message.partition("\n")[0],
     )
 

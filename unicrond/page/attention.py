@@ -26,8 +26,10 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dic
     """Return rows of `what`, `remedy` (a command, or "") and `place` (of the page)."""
     worst_first = sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
     rows = [
-        _row(": ".join(incident_title(one)), f"unicronctl story incident {one.id}", f"incidents/{one.id}")
-        for one in worst_first
+        _row(
+            ": ".join(incident_title(incident)), f"unicronctl story incident {incident.id}", f"incidents/{incident.id}"
+        )
+        for incident in worst_first
     ]
     for task in state.tasks.values():
         if text := _trouble_of_task(state, task):

@@ -25,7 +25,7 @@ from unicrond.events.wire.envelope import RecordedEvent
 FIRST_LINES = 40
 
 
-class Line(NamedTuple):
+class AccountLine(NamedTuple):
     """A line of an account. `basis`: for a decision, the last entry that the coordinator had read, and its term."""
 
     seq: int
@@ -43,25 +43,25 @@ class _Steps:
     last: int
     loss: float
 
-    def line(self) -> Line:
+    def line(self) -> AccountLine:
         """Say it in one line."""
         iterations = f"iteration {self.first}" if self.first == self.last else f"{self.first} to {self.last}"
-        return Line(self.seq, f"{'':25}{self.task} commits {iterations}, loss {self.loss:.4g}")
+        return AccountLine(self.seq, f"{'':25}{self.task} commits {iterations}, loss {self.loss:.4g}")
 
 
 @dataclass
-class Account:
+class AccountText:
     """What became of one subject. `is_whole`: nothing that came before its first line is missing. `lines_max`: 0 keeps
     all."""
 
     is_whole: bool
     lines_max: int = 0
-    first: list[Line] = field(default_factory=list)
-    last: deque[Line] = field(default_factory=deque)
+    first: list[AccountLine] = field(default_factory=list)
+    last: deque[AccountLine] = field(default_factory=deque)
     left_out: int = 0
     steps: dict[str, _Steps] = field(default_factory=dict)
 
-    def add(self, line: Line, tasks: Iterable[str] = ()) -> None:
+    def add(self, line: AccountLine, tasks: Iterable[str] = ()) -> None:
         """Add a line, after the steps of the tasks that it names."""
         for task in tasks:
             if (steps := self.steps.pop(task, None)) is not None:
@@ -78,7 +78,7 @@ class Account:
         else:
             steps.last, steps.loss = event.last, event.loss
 
-    def absorb(self, others: Iterable[Account]) -> None:
+    def absorb(self, others: Iterable[AccountText]) -> None:
         """Take over the lines of accounts that this one explains, in the order of the log."""
         accounts = [self, *others]
         self.is_whole = all(account.is_whole for account in accounts)
@@ -104,7 +104,7 @@ class Account:
                 page.append(f"{'':25}({self.left_out} lines are left out here)")
         return page or ["  (nothing happened)"]
 
-    def _keep(self, line: Line) -> None:
+    def _keep(self, line: AccountLine) -> None:
         if not self.lines_max or len(self.first) < min(FIRST_LINES, self.lines_max):
             self.first.append(line)
             return
@@ -114,11 +114,13 @@ class Account:
             self.left_out += 1
 
 
-def line_of(entry: RecordedEvent, remark: str) -> Line:
+def line_of(entry: RecordedEvent, remark: str) -> AccountLine:
     """Return the line of an entry."""
     event, envelope = entry.envelope.event, entry.envelope
     basis = (envelope.term, envelope.based_on) if event.is_decided else (0, 0)
-    return Line(entry.seq, f"  {clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(event.sentence())}{remark}", basis)
+    return AccountLine(
+        entry.seq, f"  {clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(event.sentence())}{remark}", basis
+    )
 
 
 def remark_of(entry: RecordedEvent, before: ClusterState, after: ClusterState) -> str:

@@ -27,7 +27,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.phrases import clean, format_time
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.views.account_lines import (
-    Account,
+    AccountText,
     belongs_to_incident,
     belongs_to_plan,
     line_of,
@@ -101,7 +101,7 @@ class Accounts(View):
         #: Epoch -> the sequence number of its PlanAdopted.
         self.plans: dict[int, int] = {}
         self.cluster = ClusterAccount()
-        self._accounts: dict[Subject, Account] = {}
+        self._accounts: dict[Subject, AccountText] = {}
         self._has_begun = False
 
     def feed(self, step: LogStep) -> None:
@@ -134,8 +134,8 @@ class Accounts(View):
         }
         if name in names_by_kind[kind]:
             return Subject(kind, name)
-        others = [f"{other} {name}" for other in KINDS if name in names_by_kind[other]]
-        hint = f"did you mean {' or '.join(others)}?" if others else f"the log has {_abridged(names_by_kind[kind])}"
+        matches = [f"{match} {name}" for match in KINDS if name in names_by_kind[match]]
+        hint = f"did you mean {' or '.join(matches)}?" if matches else f"the log has {_abridged(names_by_kind[kind])}"
         raise NoSuchSubject(f"no {kind} {name}; {hint}")
 
     def _follow_incidents(self, step: LogStep) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class Accounts(View):
             )
             names = (name, *(alias for life in explained for alias in life.names))
             self.incidents[name] = IncidentLife(first_seq, first_us, incident, names)
-            account = self._accounts[Subject("incident", name)] = Account(True, self._lines_max)
+            account = self._accounts[Subject("incident", name)] = AccountText(True, self._lines_max)
             parts = [self._accounts.pop(Subject("incident", life.incident.id), None) for life in explained]
             account.absorb([part for part in parts if part is not None])
         self._bound(self.incidents, "incident")
@@ -201,15 +201,16 @@ class Accounts(View):
     def _subjects_of(self, entry: RecordedEvent, before: ClusterState, incidents: Collection[str]) -> list[Subject]:
         event, epoch = entry.envelope.event, self.state.plan.epoch
         lives = [self.incidents[name] for name in incidents]
-        found = [
+        subjects = [
             Subject("incident", life.incident.id)
             for life in lives
             if belongs_to_incident(event, life.incident, life.names)
         ]
         if isinstance(event, v.PlanAdopted):
             nodes, tasks = nodes_of_plan_change(before, event), tasks_of_plan_change(before, event)
-            epochs = [number for number in (event.epoch - 1, event.epoch) if self.plans.get(event.epoch) == entry.seq]
-            found += [Subject("plan", str(number)) for number in epochs if number in self.plans]
+            is_first = self.plans.get(event.epoch) == entry.seq
+            epochs = (event.epoch - 1, event.epoch) if is_first else ()
+            subjects += [Subject("plan", str(number)) for number in epochs if number in self.plans]
         else:
             life = self.incidents.get(event.incident) if isinstance(event, v.TransitionCompleted) else None
             nodes = {life.incident.node} if life else {getattr(event, "node", "")}
@@ -217,17 +218,21 @@ class Accounts(View):
             if isinstance(event, v.StepCommitted):
                 nodes = set()
             elif epoch in self.plans and belongs_to_plan(event, epoch):
-                found.append(Subject("plan", str(epoch)))
-        found += [Subject("node", node) for node in sorted(nodes) if node in self.state.nodes or node in before.nodes]
-        return found + [Subject("task", task) for task in sorted(tasks) if task in self.state.tasks]
+                subjects.append(Subject("plan", str(epoch)))
+        subjects += [
+            Subject("node", node) for node in sorted(nodes) if node in self.state.nodes or node in before.nodes
+        ]
+        return subjects + [Subject("task", task) for task in sorted(tasks) if task in self.state.tasks]
 
-    def _account(self, subject: Subject, before: ClusterState) -> Account:
+    def _account(self, subject: Subject, before: ClusterState) -> AccountText:
         account = self._accounts.get(subject)
         if account is None:
             kind, name = subject
             is_new = {"node": name not in before.nodes, "task": name not in before.tasks, "plan": True}.get(kind, False)
-            account = self._accounts[subject] = Account(is_new or not self.after_seq, self._lines_max)
-            subjects = [other for other in self._accounts if other.kind == kind] if self._is_crowded() else []
+            account = self._accounts[subject] = AccountText(is_new or not self.after_seq, self._lines_max)
+            subjects = (
+                [candidate for candidate in self._accounts if candidate.kind == kind] if self._is_crowded() else []
+            )
             for oldest in subjects[: max(0, len(subjects) - ACCOUNTS_MAX[kind])]:
                 del self._accounts[oldest]
         return account
@@ -240,7 +245,7 @@ class Accounts(View):
     def story(self, kind: str, name: str) -> Story:
         """Tell what became of the subject: title, what happened in order, how it ended. Raises NoSuchSubject."""
         subject = self.subject(kind, name)
-        account = self._accounts.get(subject) or Account(not self.after_seq)
+        account = self._accounts.get(subject) or AccountText(not self.after_seq)
         title, ending = self._title(subject), self._ending(subject)
         is_whole = account.is_whole and not account.left_out
         before = f"  (what came before entry {self.after_seq + 1} stands in the log alone)"
@@ -256,9 +261,9 @@ class Accounts(View):
 
     def cluster_story(self, since_us: int, alarms: Sequence[str] | None = None) -> Story:
         """Tell what happened in the cluster since then. `alarms`: of the head that tells it; None: no head does."""
-        known = {incident.id: incident for incident in self.state.closed_incidents}
-        known |= {life.incident.id: life.incident for life in self.incidents.values()}
-        lines = self.cluster.page(self.state, known.values(), since_us, alarms)
+        incidents = {incident.id: incident for incident in self.state.closed_incidents}
+        incidents |= {life.incident.id: life.incident for life in self.incidents.values()}
+        lines = self.cluster.page(self.state, incidents.values(), since_us, alarms)
         is_whole = self.cluster.is_whole(since_us)
         return Story(
             kind="cluster", name="", seq=self.state.seq, is_whole=is_whole, first_line=lines[0], lines=tuple(lines)
@@ -329,8 +334,11 @@ def incident_title(incident: Incident) -> list[str]:
 
 
 def _lost_work(incident: Incident) -> str:
-    lost = incident.micro_batches_lost
-    return f" {lost} finished ones were thrown away with the last replica," if lost else ""
+    count = incident.micro_batches_lost
+    discarded = f" {count} finished ones were thrown away with the last replica," if count else ""
+    iterations = incident.iterations_lost
+    again = f" {iterations} iterations were trained again (state from {incident.state_from})," if iterations else ""
+    return discarded + again
 
 
 def _after(lives: list[IncidentLife]) -> str:

@@ -62,8 +62,8 @@ class ClusterAccount:
     ) -> list[str]:
         """Return the page. `incidents`: those that are known; of the closed ones those since then count. `alarms`: of
         the head that tells it, now; None where no head does."""
-        seen = [incident for incident in incidents if not incident.closed_us or incident.closed_us >= since_us]
-        groups = incident_groups(seen)
+        recent = [incident for incident in incidents if not incident.closed_us or incident.closed_us >= since_us]
+        groups = incident_groups(recent)
         page = [f"The cluster from {_minute(since_us)} to {_minute(state.now_us)} (up to entry {state.seq})"]
         if not self.is_whole(since_us):
             page.append(f"  (what came before {_minute(self.first_us)}, entry {self.after_seq + 1}, stands in the log)")
@@ -72,13 +72,16 @@ class ClusterAccount:
         page += [f"  and {len(groups) - GROUPS_MAX} more kinds"] if len(groups) > GROUPS_MAX else []
         since = [happening for happening in self._happenings if happening.time_us >= since_us]
         for topic in TOPICS:
-            own = [happening for happening in since if happening.topic == topic]
-            page += ["", f"{topic.capitalize()}: {count(len(own), 'entry', 'entries') if own else 'nothing'}"]
-            if len(own) > TOPIC_LINES_MAX:
+            happenings = [happening for happening in since if happening.topic == topic]
+            page += [
+                "",
+                f"{topic.capitalize()}: {count(len(happenings), 'entry', 'entries') if happenings else 'nothing'}",
+            ]
+            if len(happenings) > TOPIC_LINES_MAX:
                 page.append(f"  (the last {TOPIC_LINES_MAX} of them)")
             page += [
                 f"  {clock(happening.time_us)} {happening.seq:>7}  {_short(happening.text)}"
-                for happening in own[-TOPIC_LINES_MAX:]
+                for happening in happenings[-TOPIC_LINES_MAX:]
             ]
         return page
 

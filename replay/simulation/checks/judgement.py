@@ -117,8 +117,8 @@ def production_goes_first(basis: ClusterState, plan: v.PlanAdopted, garbage: Col
             continue
         lower = [
             name
-            for name, taken in shares.items()
-            if taken.workers and name in basis.tasks and basis.tasks[name].spec.priority < task.spec.priority
+            for name, other_share in shares.items()
+            if other_share.workers and name in basis.tasks and basis.tasks[name].spec.priority < task.spec.priority
         ]
         if not lower:
             continue
@@ -148,10 +148,10 @@ def idle_nodes(state: ClusterState, garbage: Collection[str]) -> dict[str, str]:
     return idle
 
 
-def nodes_are_used(idle_s: Mapping[str, float], users: Mapping[str, str], within_s: float) -> str:
-    """Check how long nodes have been idle. `users`: by node, a task that could use it."""
-    late = [node for node in users if idle_s.get(node, 0.0) >= within_s]
-    return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {users[node]} could use it" for node in late)
+def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], within_s: float) -> str:
+    """Check how long nodes have been idle. `demand`: by node, a task that could use it."""
+    late = [node for node in demand if idle_s.get(node, 0.0) >= within_s]
+    return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {demand[node]} could use it" for node in late)
 
 
 def _workers(share: v.TaskAssignment | None) -> int:

@@ -53,10 +53,10 @@ class PeopleRecord:
 
     def at_look(self, state: ClusterState, now_s: float) -> Iterator[tuple[str, str]]:
         """Look at the time that things have taken by now, and yield (rule, story)."""
-        users = rules.idle_nodes(state, self.programs) if self.calm else {}
-        self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in users}
+        demand = rules.idle_nodes(state, self.programs) if self.calm else {}
+        self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in demand}
         idle_s = {name: now_s - since_s for name, since_s in self._idle_since_s.items()}
-        yield "nodes_are_used", rules.nodes_are_used(idle_s, users, rules.USED_WITHIN_S)
+        yield "nodes_are_used", rules.nodes_are_used(idle_s, demand, rules.USED_WITHIN_S)
         above = rules.above_max(state)
         self._above_since_s = {name: self._above_since_s.get(name, now_s) for name in above}
         above_s = {name: now_s - since_s for name, since_s in self._above_since_s.items()}

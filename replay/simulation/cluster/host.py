@@ -186,7 +186,7 @@ class Host:
             reach.cut(self.name, peer)
 
         def mend() -> None:
-            """Mend the links."""
+            """Restore the links."""
             self.link.cut = False
             for peer in peers:
                 reach.mend(self.name, peer)

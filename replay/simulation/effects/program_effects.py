@@ -44,7 +44,7 @@ def flood(world: World, fault: SimulatedFault) -> None:
 
 
 def slow_node(world: World, fault: SimulatedFault) -> None:
-    """Slow the nodes' computations; after the fault's time they are as fast as before."""
+    """Make the nodes compute more slowly; after the fault's time they are as fast as before."""
     for host in hosts_of(world, fault):
         world.training.slowness[host.name] = float(fault.how)
         until(world, fault, lambda name=host.name: world.training.slowness.pop(name, None))  # type: ignore[misc]

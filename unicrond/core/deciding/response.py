@@ -207,7 +207,7 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
 
 def _faulty_nodes(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
     """Yield the nodes that the task's failures accuse, and the reason; none that something else explains as well."""
-    failing, troubles = _failing_nodes(task, policy), task.troubles
+    failing, troubles = _failing_nodes(state, task, policy), task.troubles
     if failing and (len(failing) == 1 or _makes_progress(task)):
         training = training_nodes(task)
         for node in failing:
@@ -268,8 +268,7 @@ def _can_spare(survey: Survey, node: Node) -> bool:
 def failure_reason(state: ClusterState, task: Task, policy: Policy) -> str:
     """Return why the task fails: the same failure on two nodes shows that it is the task's own, or it restarts without
     end; "" where it goes on."""
-    failing = _failing_nodes(task, policy)
-    failing += [name for name in task.troubles.strikes if name not in failing and _is_suspect(state, name, task)]
+    failing = _failing_nodes(state, task, policy)
     crashes = task.troubles.crashes or Crashes()
     early, is_nan = crashes.early >= _EARLY_MAX, crashes.same_nan >= _NAN_MAX
     restarts = (len(failing) < 2 or _makes_progress(task)) and task.troubles.stuck < policy.stuck_max
@@ -314,9 +313,10 @@ def failed_tasks(state: ClusterState, node: Node) -> list[str]:
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _failing_nodes(task: Task, policy: Policy) -> list[str]:
-    """Return the nodes that have as many strikes for the task as the policy allows."""
-    return [node for node, count in task.troubles.strikes.items() if count >= policy.strikes_max]
+def _failing_nodes(state: ClusterState, task: Task, policy: Policy) -> list[str]:
+    """Return the nodes that have as many strikes for the task as the policy allows; of a suspect, one is enough."""
+    strikes = task.troubles.strikes
+    return [node for node, n in strikes.items() if n >= policy.strikes_max or _is_suspect(state, node, task)]
 
 
 def _makes_progress(task: Task) -> bool:

@@ -112,15 +112,15 @@ def judge_report(error: WorkerError) -> FaultVerdict:
     if error.kind in _HARDWARE:
         return FaultVerdict(Guilt.HARDWARE, error.text, "", error.kind, error.iteration)
     unclear = error.kind in (*_AT_END, *_BREAKS) or "process is stopped" in error.text
-    own = "" if unclear else f"{error.kind}: {signature_of(error.text)}"
-    return FaultVerdict(Guilt.UNKNOWN, error.text[:_SIGNATURE_CHARS], own, error.kind, error.iteration)
+    signature = "" if unclear else f"{error.kind}: {signature_of(error.text)}"
+    return FaultVerdict(Guilt.UNKNOWN, error.text[:_SIGNATURE_CHARS], signature, error.kind, error.iteration)
 
 
 def judge_silence(kind: str, failure: str) -> FaultVerdict:
     """Return the verdict on a worker that was given up since it did nothing, or not in time. `failure`: in words."""
-    own = "hangs in" in failure and "process is stopped" not in failure
+    hangs = "hangs in" in failure and "process is stopped" not in failure
     late = kind == "start_failed"
-    return FaultVerdict(Guilt.UNKNOWN, failure, signature_of(failure) if own or late else "", kind)
+    return FaultVerdict(Guilt.UNKNOWN, failure, signature_of(failure) if hangs or late else "", kind)
 
 
 def judge_refusal(reason: str) -> FaultVerdict:
@@ -150,8 +150,8 @@ def _judge_signal(number: int, tail: str, iteration: int) -> FaultVerdict:
 
 def _last_exception(tail: str) -> str:
     """Return the last line of the last traceback in the output, like "FileNotFoundError: ..."; "" for none."""
-    _, found, rest = tail.rpartition("Traceback (most recent call last)")
-    if not found:
+    _, traceback, rest = tail.rpartition("Traceback (most recent call last)")
+    if not traceback:
         return ""
     lines = [line.strip() for line in rest.splitlines()]
     return next((line for line in lines if _TRACEBACK_END.match(line)), "")

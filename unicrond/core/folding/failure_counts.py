@@ -203,13 +203,11 @@ def acquit(troubles: Troubles, nodes: set[str], *, calm: bool = False) -> Troubl
     )
 
 
-def readmit(troubles: Troubles, node: str, *, suspect: bool = False) -> Troubles:
-    """Return the record without anything against the node; of a `suspect`, whose cause was not found, one strike stays.
-    The other ends of its broken links keep no more than what decides between equals: their record was its record, and
-    beside a node without one they would seem clearly at fault."""
+def readmit(troubles: Troubles, node: str) -> Troubles:
+    """Return the record without anything against the node. The other ends of its broken links keep no more than what
+    decides between equals: their record was its record, and beside a node without one they would seem clearly at fault.
+    """
     forgiven = acquit(troubles, {node}, calm=True)
-    if suspect and node in troubles.strikes:
-        forgiven = replace(forgiven, strikes=forgiven.strikes | {node: 1})
     if node not in troubles.ends:
         return forgiven
     return replace(forgiven, ends={peer: min(weight, blame.ECHO) for peer, weight in forgiven.ends.items()})

@@ -197,13 +197,13 @@ def fall_back(
     """Record that the group of `generation` goes on at iteration `first`, which had been committed. `source`: where its
     state came from, said by a member that joins; None: it has committed it, which counts what is repeated."""
     progress = task.progress
-    lost = progress.iteration - first + 1
+    count = progress.iteration - first + 1
     incident = _loser(state, task, generation)
     if incident is not None:
-        state = _with_losses(state, incident, lost, source)
+        state = _with_losses(state, incident, count, source)
     progress = replace(
         progress,
-        iterations_repeated=progress.iterations_repeated + (lost if source is None else 0),
+        iterations_repeated=progress.iterations_repeated + (count if source is None else 0),
         repeats_until=progress.best_iteration,
         repeats_for=incident.kind if incident else NO_INCIDENT,
     )
@@ -218,16 +218,21 @@ def _loser(state: ClusterState, task: Task, generation: int) -> Incident | None:
     return None
 
 
-def _with_losses(state: ClusterState, incident: Incident, lost: int, source: StateSource | None) -> ClusterState:
+def _with_losses(state: ClusterState, incident: Incident, count: int, source: StateSource | None) -> ClusterState:
     """Put the losses into the incident, open or closed. Of several sources the one that no member had counts."""
     is_nearer = source in (None, "own", "replica")
     state_from = incident.state_from or source or "" if is_nearer else source or ""
-    more = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=state_from)
+    more = replace(incident, iterations_lost=max(count, incident.iterations_lost), state_from=state_from)
     if more == incident:
         return state
     if incident.id in state.incidents:
         return with_incident(state, more)
-    return replace(state, closed_incidents=tuple(more if one is incident else one for one in state.closed_incidents))
+    return replace(
+        state,
+        closed_incidents=tuple(
+            more if closed_incident is incident else closed_incident for closed_incident in state.closed_incidents
+        ),
+    )
 
 
 def record_lost_work(state: ClusterState, task: str, worker: Worker, iteration: int, finished: int) -> ClusterState:

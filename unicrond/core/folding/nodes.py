@@ -215,8 +215,8 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
-    """End the node's isolation, and count it less against it; see `strikes.readmit`. If the task that it was suspected
-    for has ended, the suspicion ends too."""
+    """End the node's isolation, and what tasks count against it; see `strikes.readmit`. Its suspicion stays, unless all
+    tasks that it was suspected for have failed."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolation.active:
         return state
@@ -226,10 +226,9 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
     if all(task is None or task.status is TaskStatus.FAILED for task in named):
         node = isolation.without_suspicion(node)
     state = with_node(state, node)
-    suspects = node.health.suspicion.tasks if node.health.suspicion else ()
     for task in state.tasks.values():
         if task.troubles.names(event.node) or event.node in task.troubles.ends:
-            troubles = strikes.readmit(task.troubles, event.node, suspect=task.name in suspects)
+            troubles = strikes.readmit(task.troubles, event.node)
             state = with_task(state, replace(task, troubles=troubles))
     return state
 

@@ -127,7 +127,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         # Answers of probes say as much of the next group.
         probing=LinkProbing(orders=task.group.probing.orders, ordered_us=task.group.probing.ordered_us),
     )
-    task = replace(task, pace=evidence.dated(task, state.now_us))
+    task = replace(task, pace=evidence.pace_at_regroup(task, state.now_us))
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(evidence.put_in_force(task.pace, state.now_us), timings=(), warm_up_reports=0)
     state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
@@ -153,7 +153,7 @@ def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: E
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    pace = evidence.corrected(task, event, state.now_us)
+    pace = evidence.pace_after(task, event, state.now_us)
     if event.asks_for_plan:
         pace = replace(pace, revised_us=state.now_us)
         state = replace(state, plan=replace(state.plan, basis="", revised_for=task.name))

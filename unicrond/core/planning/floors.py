@@ -7,8 +7,9 @@ Rules
   the higher priority first. The floors of a class are weighed before anything is left for the next class.
 * Within a class, tasks that have a turn go first, the highest turn before all others (starvation.py).
 * Then counts what the floors are *worth*, not how many they are: the worth of a floor is what the cluster loses if it
-  is not met, F(t, floor) * D_running, and for a task that runs also the price of stopping it, F(t, x) * D_restart.
-  So a task that runs goes before its equal, and workers above a floor count against nobody's floor.
+  is not met, F(t, floor) * D_running, and for a task that runs also the price of stopping it, F(t, x) * D_restart, less
+  that of healing it where it is faulty, F(t, x) * D_transition. So a task that runs goes before its equal, a healthy
+  one before one whose worker died, and workers above a floor count against nobody's floor.
 * Of sets that are worth the same, the one with more floors; then the one with the earlier tasks. So there is exactly
   one best set.
 * A floor that no legal number of workers meets, or that is larger than the cluster, takes no part.
@@ -77,7 +78,8 @@ def floor_worth(task: TaskProblem, d_running: Number, d_transition: Number) -> F
     achieved = max((task.waf(floor, layout) for layout in task.legal_layouts(floor)), default=Fraction(0))
     transition = d_transition if task.d_transition_us is None else task.d_transition_us
     restart = task.prices.over(transition)[2]
-    return achieved * Fraction(d_running) + task.waf(task.workers) * Fraction(restart)
+    stop = Fraction(restart) - (Fraction(transition) if task.faulty else 0)
+    return achieved * Fraction(d_running) + task.waf(task.workers) * stop
 
 
 def problem_floors(problem: Problem) -> tuple[int, ...]:

@@ -133,10 +133,10 @@ class Points:
         return Points(self.workers[::-1], self.values[::-1], self.starts[-1] - self.starts[::-1], self.stay[::-1])
 
 
-def _common_prefix(mine: NDArray[np.generic], theirs: NDArray[np.generic]) -> int:
+def _common_prefix(first: NDArray[np.generic], second: NDArray[np.generic]) -> int:
     """Return the length of the common beginning."""
-    common = min(len(mine), len(theirs))
-    differ = mine[:common] != theirs[:common]
+    common = min(len(first), len(second))
+    differ = first[:common] != second[:common]
     return int(np.argmax(differ)) if differ.any() else common
 
 

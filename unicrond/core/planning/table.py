@@ -16,8 +16,8 @@ leave the rows before the first and behind the last changed task as they are: th
 Rules
 -----
 * An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
-* Where floors do not fit together, the end of a task whose floor is met lets another be met, and so needs rows of its
-  own: beyond FLOOR_SETS_MAX sets of floors such an end has no entry, and is solved when it comes.
+* Where floors do not fit together, an event that hits or ends a task whose floor is met may change which floors are,
+  and so needs rows of its own: beyond FLOOR_SETS_MAX sets of floors it has no entry, and is solved when it comes.
 * With several types of GPU there are no rows: plans are solved one by one, and looked up by their problem
   (`multi_type_lookahead.py`).
 * A `PlanTable` holds plans, no rows. Except for the plans of several types it is immutable. The rows belong to the
@@ -27,7 +27,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -59,7 +59,7 @@ from unicrond.core.planning.solver import solve
 SolveMethod: TypeAlias = Literal["table", "incremental", "fresh"]
 
 #: The most sets of floors that are weighed for one table, where not all floors can be met.
-FLOOR_SETS_MAX = 8
+FLOOR_SETS_MAX = 32
 
 # Forms of a task in a scenario, as `kernel.answer` has them.
 _AT_REST, _CHANGED = 0, 1
@@ -266,7 +266,7 @@ class _Build:
         self.floors_at: dict[int, tuple[int, ...]] = {}  # per n', with all tasks that run
         self.floor_sets = 0
         self.limits_at: dict[int, tuple[int, Bounds]] = {}  # per n': D_running, and the bounds of the tasks' gains
-        self.groups: dict[tuple[int, tuple[int, ...]], _ScenarioGroup] = {}
+        self.groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _ScenarioGroup] = {}
         self.row_of_change: dict[_Change, int] = {}
         self.events: list[NextEvent] = []
         self.resolutions: list[float] = []
@@ -313,9 +313,10 @@ class _Build:
             first, forms, absent = self.index[launched], (_CHANGED,), ()
         if (row := self.row_of_change.get((workers, absent, faulty))) is not None:
             return row
-        group = self.groups.get((workers, absent)) or self._group_of(workers, absent)
-        if group is None:
+        floors = self._floors(workers, absent, faulty)
+        if floors is None:
             return None
+        group = self.groups.get((workers, absent, floors)) or self._group_of(workers, absent, floors)
         resolution, scenarios = group
         row = self.row_of_change[workers, absent, faulty] = len(self.events)
         self.events.append(event)
@@ -323,38 +324,37 @@ class _Build:
         scenarios.append((first, forms, row))
         return row
 
-    def _floors(self, workers: int, absent: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _floors(self, workers: int, absent: tuple[int, ...], faulty: tuple[int, ...] = ()) -> tuple[int, ...] | None:
         """Return the floors to meet, empty where all are; None if there are too many sets of them."""
         if sum(without(self.floor_points, absent)) <= workers:
             return ()
-        if len(absent) > len(self.waiting):
+        if faulty or len(absent) > len(self.waiting):
             at_rest = self._floors(workers, self.waiting)
-            if at_rest and not any(at_rest[i] for i in absent):
-                return at_rest  # without a task whose floor is unmet in any case the best set is the same
+            if at_rest and not any(at_rest[i] for i in (*absent, *faulty)):
+                return at_rest  # a task whose floor is unmet in any case changes nothing by being worth less, or gone
         elif absent == self.waiting and workers in self.floors_at:
             return self.floors_at[workers]
         if self.floor_sets >= FLOOR_SETS_MAX:
             return None
         self.floor_sets += 1
-        situation, present = self.situation, without(self.situation.lineup, absent)
+        situation = self.situation
+        lineup = [replace(task, faulty=i in faulty) for i, task in enumerate(situation.lineup)]
+        present = without(lineup, absent)
         best = floors_to_meet(present, workers, situation.d_running_us(workers), situation.d_transition_us)
         floor_of = {task.name: floor for task, floor in zip(present, best, strict=True)}
         floors = tuple([floor_of.get(task.name, 0) for task in situation.lineup])
-        if absent == self.waiting:
+        if absent == self.waiting and not faulty:
             self.floors_at[workers] = floors
         return floors
 
-    def _group_of(self, workers: int, absent: tuple[int, ...]) -> _ScenarioGroup | None:
-        floors = self._floors(workers, absent)
-        if floors is None:
-            return None
+    def _group_of(self, workers: int, absent: tuple[int, ...], floors: tuple[int, ...]) -> _ScenarioGroup:
         if workers not in self.limits_at:
             d_running = self.situation.d_running_us(workers)
             self.limits_at[workers] = d_running, bounds(self.flat, workers, float(d_running))
         d_running, limits = self.limits_at[workers]
         by = scale(self.flat, limits, absent)
         scenarios = self.scenarios.setdefault(_Key(workers, d_running, by, floors), [])
-        entry = self.groups[workers, absent] = by.resolution(len(self.index) - len(absent)), scenarios
+        entry = self.groups[workers, absent, floors] = by.resolution(len(self.index) - len(absent)), scenarios
         return entry
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:

@@ -68,7 +68,7 @@ def _correction(task: Task, survey: Survey) -> ThroughputCorrected | None:
     iteration_us = median_low(task.pace.timings)
     flops = min(iteration_flop(task.spec) * _SECOND_US // iteration_us, _FLOPS_MAX)
     believed = int(survey.throughput(task)(workers))
-    if not flops or not believed or (has_scale(task) and evidence.near(flops, believed)):
+    if not flops or not believed or (has_scale(task) and evidence.is_near(flops, believed)):
         return None
     correction = ThroughputCorrected(
         task=task.name,
@@ -92,10 +92,10 @@ def _retraction(task: Task, survey: Survey) -> ThroughputCorrected | None:
         workers, circumstances = int(number), task.pace.circumstances.get(number)
         if workers == running or circumstances is None:
             continue
-        expected = evidence.others_say(task, workers)
-        if not expected or evidence.near(believed, expected):
+        expected = evidence.expectation(task, workers)
+        if not expected or evidence.is_near(believed, expected):
             continue
-        reason = evidence.outdated(task, workers, survey.state.nodes) if believed < expected else ""
+        reason = evidence.doubt(task, workers, survey.state.nodes) if believed < expected else ""
         flops = 0
         if not reason:
             age_us = survey.state.now_us - circumstances.measured_us
@@ -103,7 +103,7 @@ def _retraction(task: Task, survey: Survey) -> ThroughputCorrected | None:
                 continue
             reason = f"measured {age_us / 3.6e9:.3g} h ago"
             halfway = (believed + expected) // 2
-            flops = 0 if evidence.near(halfway, expected) else halfway
+            flops = 0 if evidence.is_near(halfway, expected) else halfway
         correction = ThroughputCorrected(
             task=task.name,
             workers=workers,
@@ -123,7 +123,7 @@ def _asks_for_plan(task: Task, correction: ThroughputCorrected, survey: Survey) 
     assignment = survey.state.plan.assignments.get(task.name)
     if assignment is None or assignment.workers != present:
         return False
-    after = replace(task, pace=evidence.corrected(task, correction, now_us))
+    after = replace(task, pace=evidence.pace_after(task, correction, now_us))
     curves = survey.throughput(task), throughput(after, survey.linear)
     most = min(task.spec.max_workers, present + _free_slots(survey, task))
     before, now = [_gains(task, curve, range(present + 1, most + 1), present) for curve in curves]

@@ -84,6 +84,8 @@ TASK_FIELDS: tuple[str, ...] = (
     "turn.turn_over_us",
     "pace.gpu",
     "pace.on_gpus",
+    "owner",
+    "updated_us",
     "progress.trained_us",
     "progress.iterations_repeated",
     "progress.repeats_until",
@@ -93,8 +95,6 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.start_us",
     "pace.starting_since_us",
     "group.probing",
-    "owner",
-    "updated_us",
 )
 
 #: Where each field of a flat node stands in a Node.

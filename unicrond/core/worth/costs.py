@@ -50,7 +50,6 @@ _DAY_US = 86_400 * _SECOND_US
 MILLION = 1_000_000
 _DAY_WEIGHT = 905_724
 _DAYS_MAX = 400
-#: Errors that a program makes.
 #: Events that change no rate, most of the log among them: nothing to add up.
 _FREE = frozenset(
     (
@@ -200,7 +199,8 @@ def _failures(before: ClusterState, event: v.AnyEvent) -> int:
 
 
 def is_hardware_failure(incident: Incident) -> bool:
-    """Return whether the incident took a process or a node, and its program is not known to have done it."""
+    """Return whether the incident took a process or a node, and no program is known to have done it
+    (faults/program_faults.py)."""
     return incident.severity < Severity.SEV3 and not incident.is_program_fault
 
 

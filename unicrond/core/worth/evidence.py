@@ -39,7 +39,7 @@ HALF_LIFE_US = 3600 * 1_000_000
 LIFE_MAX_US = 24 * HALF_LIFE_US
 
 
-def near(first: int, second: int) -> bool:
+def is_near(first: int, second: int) -> bool:
     """Return whether the first differs from the second by no more than a twentieth."""
     return 20 * abs(first - second) <= second
 
@@ -49,12 +49,12 @@ def member_nodes(task: Task) -> tuple[str, ...]:
     return tuple(sorted({member.node for member in task.membership.members})) if task.membership else ()
 
 
-def corrected(task: Task, event: ThroughputCorrected, now_us: int) -> Pace:
+def pace_after(task: Task, event: ThroughputCorrected, now_us: int) -> Pace:
     """Return the task's pace after the correction."""
     pace, key = task.pace, str(event.workers)
     old = pace.circumstances.get(key)
     if event.reports:
-        circumstances = _measured(old, event.flops, member_nodes(task), now_us)
+        circumstances = _new_circumstances(old, event.flops, member_nodes(task), now_us)
     elif old is not None:
         circumstances = replace(old, has_faded=True, measured_us=now_us)
     else:
@@ -65,13 +65,13 @@ def corrected(task: Task, event: ThroughputCorrected, now_us: int) -> Pace:
     return replace(pace, measurements=flops_at, circumstances=pace.circumstances | {key: circumstances})
 
 
-def _measured(old: Circumstances | None, flops: int, nodes: tuple[str, ...], now_us: int) -> Circumstances:
+def _new_circumstances(old: Circumstances | None, flops: int, nodes: tuple[str, ...], now_us: int) -> Circumstances:
     is_same = old is not None and 10 * abs(flops - old.flops) <= old.flops
     trials = old.trials + old.has_faded if old is not None and is_same else 0
     return Circumstances(flops=flops, nodes=nodes, measured_us=now_us, trials=trials)
 
 
-def dated(task: Task, now_us: int) -> Pace:
+def pace_at_regroup(task: Task, now_us: int) -> Pace:
     """Return the pace of a task whose group is about to change: what it was measured to achieve held until now."""
     pace, nodes = task.pace, member_nodes(task)
     key = str(len(task.membership.members)) if task.membership else ""
@@ -91,13 +91,13 @@ def put_in_force(pace: Pace, now_us: int) -> Pace:
     return replace(pace, circumstances=pace.circumstances | dates)
 
 
-def others_say(task: Task, workers: int) -> int:
+def expectation(task: Task, workers: int) -> int:
     """Return T on so many workers by the model and all other measurements in the same layout; 0 where there is none."""
     flops_at = {number: flops for number, flops in task.pace.measurements.items() if int(number) != workers}
     return flops_of(replace(task, pace=replace(task.pace, measurements=flops_at)))(workers) if flops_at else 0
 
 
-def outdated(task: Task, workers: int, nodes: Mapping[str, Node]) -> str:
+def doubt(task: Task, workers: int, nodes: Mapping[str, Node]) -> str:
     """Return why what was measured on so many workers says nothing of the nodes that are there now; "": it does.
 
     Only where it is below what the others say: what is not shows what healthy nodes achieve.
@@ -105,9 +105,9 @@ def outdated(task: Task, workers: int, nodes: Mapping[str, Node]) -> str:
     circumstances = task.pace.circumstances.get(str(workers))
     if circumstances is None:
         return ""
-    gone = [name for name in circumstances.nodes if not _is_usable(nodes.get(name))]
-    if gone:
-        return f"measured with {_few(gone)}, which is gone"
+    leavers = [name for name in circumstances.nodes if not _is_usable(nodes.get(name))]
+    if leavers:
+        return f"measured with {_few(leavers)}, which is gone"
     newer = [n.name for n in nodes.values() if n.joined_us > circumstances.measured_us and _is_usable(n)]
     return f"measured before {_few(newer)} joined" if newer else ""
 

@@ -17,6 +17,7 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
+from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
 from unicrond.page.files import is_page
@@ -138,3 +139,10 @@ def scope_of(method: str, path: str) -> Scope | None:
     if method in ("GET", "HEAD") or path == "/v1/plan/whatif":
         return Scope.READ
     return Scope.SUBMIT if path.startswith("/v1/tasks") else Scope.OPERATE
+
+
+def require_scope_of_priority(grant: Grant, priority: int) -> None:
+    """Raise OrderRefused unless the caller may put a task before all that have the usual priority."""
+    if Scope.OPERATE not in grant.scopes:
+        text = f"priority: {priority} goes before other people's tasks; token {grant.name} may give 0 or less"
+        raise OrderRefused(403, f"{text}, one with scope operate more")

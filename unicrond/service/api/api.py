@@ -81,8 +81,8 @@ from unicrond.events.wire.schemas import beyond_schema
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
-from unicrond.intake.tokens import FULL_GRANT, Grant, Scope
-from unicrond.service.api.access import Access, AccessDenied
+from unicrond.intake.tokens import FULL_GRANT, Grant
+from unicrond.service.api.access import Access, AccessDenied, require_scope_of_priority
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
@@ -275,7 +275,7 @@ class Api:
         if problems := task_problems(spec, self._coordinator.state):
             return error(400, str(problems[0]))
         if spec.priority > 0:
-            _may_prefer(spec.priority)
+            require_scope_of_priority(_caller.get(), spec.priority)
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
@@ -298,7 +298,7 @@ class Api:
         if problem := update_problem(task, event):
             return error(400, problem)
         if (event.priority or 0) > max(0, task.spec.priority):
-            _may_prefer(event.priority or 0)
+            require_scope_of_priority(_caller.get(), event.priority or 0)
         return await self._append(event, {"task": task.name, **event.settings}, 202)
 
     async def reshape(self, request: web.Request) -> web.Response:
@@ -443,11 +443,3 @@ class Api:
         except BadEvent as wrong:
             return error(400, wrong.reason)
         return answer({**about, "seq": seq}, status)
-
-
-def _may_prefer(priority: int) -> None:
-    """Raise OrderRefused unless the caller may put a task before all that have the usual priority."""
-    grant = _caller.get()
-    if Scope.OPERATE not in grant.scopes:
-        text = f"priority: {priority} goes before other people's tasks; token {grant.name} may give 0 or less"
-        raise OrderRefused(403, f"{text}, one with scope operate more")

@@ -79,7 +79,7 @@ class StateCollector(Collector):
         text = "Age of the oldest of them"
         ages = ((node, backlog.oldest_us / 1e6) for node, backlog in backlogs)
         yield _labelled("unicron_outbox_backlog_seconds", text, "node", ages)
-        text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
+        text = "Weighted FLOP: delivered and the losses add up to failure_free (docs/design/planning.md)"
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
         yield from self._goodput(state)

@@ -99,10 +99,10 @@ class PageApi:
         if kind not in KINDS:
             return error(404, f"kind: {str(kind)[:63]} is none of {', '.join(KINDS)}")
         try:
-            return self._shown(accounts.story(kind, str(name)))
+            return self._story_json(accounts.story(kind, str(name)))
         except NoSuchSubject as unknown:
-            gone = bool(accounts.after_seq) and kind in ("incident", "plan")
-            return error(410 if gone else 404, f"name: {unknown}"[:500])
+            is_past = bool(accounts.after_seq) and kind in ("incident", "plan")
+            return error(410 if is_past else 404, f"name: {unknown}"[:500])
 
     async def cluster_story(self, request: web.Request) -> web.Response:
         """Answer with the account of the cluster since `since_us`, or of the last `last_s` seconds."""
@@ -112,9 +112,9 @@ class PageApi:
             since_us = max(0, self._coordinator.state.now_us - span_us)
         health = self._health()
         alarms = [*filter(None, [health.get("trouble")]), *health.get("alarms", ())]
-        return self._shown(self._coordinator.views.accounts.cluster_story(since_us, alarms))
+        return self._story_json(self._coordinator.views.accounts.cluster_story(since_us, alarms))
 
-    def _shown(self, story: Story) -> web.Response:
+    def _story_json(self, story: Story) -> web.Response:
         return answer(redact(msgspec.to_builtins(story), mask_of(self._coordinator.state).text))
 
     async def value(self, request: web.Request) -> web.Response:
