@@ -108,12 +108,12 @@ def members_stay_within_max(above_s: Mapping[str, float], members: Mapping[str, 
     return "; ".join(f"{task} has too many members for {above_s[task]:.0f} s: {members[task]}" for task in late)
 
 
-def production_goes_first(basis: ClusterState, plan: v.PlanAdopted) -> str:
-    """Check whom a plan lets stand. `basis`: the state that it was decided in."""
+def production_goes_first(basis: ClusterState, plan: v.PlanAdopted, garbage: Collection[str]) -> str:
+    """Check whom a plan lets stand. `basis`: the state that it was decided in. `garbage`: tasks that may."""
     shares = {assignment.task: expand(assignment) for assignment in plan.assignments}
     for task in basis.active:
         share = shares.get(task.name)
-        if (share and share.workers) or _is_plain(task) is False:
+        if (share and share.workers) or task.name in garbage or not _is_plain(task):
             continue
         lower = [
             name
@@ -141,13 +141,15 @@ def idle_nodes(state: ClusterState, garbage: Collection[str]) -> dict[str, str]:
         replicas, micro_batches = workers // unit, task.spec.micro_batches
         if -(-micro_batches // (replicas + 1)) == -(-micro_batches // replicas):
             continue  # the longest share stays as long
-        if _fits(state, task, free, unit):
-            idle.update({name: task.name for name, count in free.items() if count})
+        gpus = {state.nodes[node].gpu for nodes in share.replicas for node in nodes} if share else set()
+        near = {name: count for name, count in free.items() if state.nodes[name].gpu in gpus}
+        if _fits(state, task, near, unit):
+            idle.update({name: task.name for name, count in near.items() if count})
     return idle
 
 
 def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], within_s: float) -> str:
-    """Check how long nodes have been idle. `wanted`: by node, a task that could use it."""
+    """Check how long nodes have been idle. `demand`: by node, a task that could use it."""
     late = [node for node in demand if idle_s.get(node, 0.0) >= within_s]
     return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {demand[node]} could use it" for node in late)
 

@@ -48,7 +48,7 @@ class PeopleRecord:
             case v.PlanAdopted():
                 failing = [name for name in self._failures if name in basis.tasks]
                 yield "programs_move_no_others", rules.programs_move_no_others(basis, event, failing, self._causes)
-                yield "production_goes_first", rules.production_goes_first(basis, event)
+                yield "production_goes_first", rules.production_goes_first(basis, event, self.programs)
                 self._causes = rules.causes_of(basis)
 
     def at_look(self, state: ClusterState, now_s: float) -> Iterator[tuple[str, str]]:
