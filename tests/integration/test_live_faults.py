@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from unicrond.replay.views.story import Index, Story, Subject
 
 from tests.integration.disobedient_gpt import order
 from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats, told_members
@@ -33,6 +32,7 @@ from unicrond.events.nats.connection import Login
 from unicrond.events.vocabulary import LANES
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import read
+from unicrond.views.accounts import Accounts
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
 SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3
@@ -450,19 +450,15 @@ async def test_poisoned_task_ends_with_its_place(live: Live) -> None:
 @in_one_loop
 async def test_incident_has_readable_story(live: Live) -> None:
     await end_all(live)
-    index = Index()
+    accounts = Accounts(lines_max=0)
     async with open_nats([live.dev.nats_url], Login()) as source, aclosing(read(source)) as chunks:
         entries = [entry async for chunk in chunks for entry in chunk.entries]
-    chain = list(steps(entries))
-    for step in chain:
-        index.feed(step)
-    closed = index.state.closed_incidents
+    for step in steps(entries):
+        accounts.feed(step)
+    closed = accounts.state.closed_incidents
     assert len(closed) == live.incidents
     for incident in closed:
-        story = Story(Subject("incident", incident.id), index)
-        for step in chain:
-            story.feed(step)
-        page = story.page()
+        page = "\n".join(accounts.story("incident", incident.id).lines)
         if incident.state_from or not incident.resumed_us:
             continue  # of the task that was given up
         assert page.startswith(f"Incident {incident.id}: {incident.kind}, SEV{incident.severity.value}, ")
