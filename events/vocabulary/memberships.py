@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from unicrond.events.vocabulary.base import BroadcastDecision, Observation, Value
 from unicrond.events.vocabulary.field_types import (
+    NODES_MAX,
     Count,
     FirstSerial,
     Micros,
@@ -148,7 +151,7 @@ class PeersRemembered(Observation, frozen=True, kw_only=True):
 
     node: Name
     task: Name
-    peers: tuple[Name, ...]
+    peers: Annotated[tuple[Name, ...], Meta(max_length=NODES_MAX)]
 
     def sentence(self) -> str:
         """Say it in one sentence."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from unicrond.events.vocabulary.base import Observation, Value
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
+    SLOTS_MAX,
+    USERS_MAX,
     Boot,
     Count,
     Duration,
@@ -72,9 +76,9 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     store: StoreAddress
     agent_boot: Boot
     version: Text
-    workers: tuple[RunningWorker, ...] = always(())
+    workers: Annotated[tuple[RunningWorker, ...], Meta(max_length=SLOTS_MAX)] = always(())
     memory: MemoryService | None = always(None)
-    users: tuple[User, ...] = ()
+    users: Annotated[tuple[User, ...], Meta(max_length=USERS_MAX)] = ()
     since_boot: Boot = 0
     gpu: Gpu = ""
     probe_port: Port = 0
