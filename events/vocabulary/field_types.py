@@ -129,3 +129,9 @@ Precision: TypeAlias = Literal["fp32", "bf16"]
 Saver: TypeAlias = Literal["unicron", "program"]
 #: Where in an iteration an ordered fault happens; "": at the first chance.
 FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
+
+# Arrays of what agents report, bounded by what a node can have.
+NodeNames: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NODES_MAX)]
+Users: TypeAlias = Annotated[tuple[User, ...], Meta(max_length=USERS_MAX)]
+CountByRank: TypeAlias = Annotated[tuple[Small, ...], Meta(max_length=WORKERS_MAX)]
+FailedSources: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=SOURCES_MAX)]

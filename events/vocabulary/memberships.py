@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, ClassVar
-
-from msgspec import Meta
+from typing import ClassVar
 
 from unicrond.events.vocabulary.base import BroadcastDecision, Observation, Value
 from unicrond.events.vocabulary.field_types import (
-    NODES_MAX,
     Count,
     FirstSerial,
     Micros,
     Name,
+    NodeNames,
     Serial,
     Size,
     Slots,
@@ -151,7 +149,7 @@ class PeersRemembered(Observation, frozen=True, kw_only=True):
 
     node: Name
     task: Name
-    peers: Annotated[tuple[Name, ...], Meta(max_length=NODES_MAX)]
+    peers: NodeNames
 
     def sentence(self) -> str:
         """Say it in one sentence."""

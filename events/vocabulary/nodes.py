@@ -11,7 +11,6 @@ from unicrond.events.vocabulary.base import Observation, Value
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
     SLOTS_MAX,
-    USERS_MAX,
     Boot,
     Count,
     Duration,
@@ -27,7 +26,7 @@ from unicrond.events.vocabulary.field_types import (
     Slots,
     Small,
     Text,
-    User,
+    Users,
     WorkerId,
     WorkerOrNone,
     Workers,
@@ -78,7 +77,7 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     version: Text
     workers: Annotated[tuple[RunningWorker, ...], Meta(max_length=SLOTS_MAX)] = always(())
     memory: MemoryService | None = always(None)
-    users: Annotated[tuple[User, ...], Meta(max_length=USERS_MAX)] = ()
+    users: Users = ()
     since_boot: Boot = 0
     gpu: Gpu = ""
     probe_port: Port = 0

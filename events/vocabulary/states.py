@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
-
-from msgspec import Meta
+from typing import ClassVar
 
 from unicrond.events.vocabulary.base import Observation, WorkerObservation
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
-    SOURCES_MAX,
     Count,
     Duration,
+    FailedSources,
     Iteration,
     Micros,
     Name,
@@ -110,7 +108,7 @@ class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     iteration: Iteration
     size_bytes: Count
     duration_us: Duration
-    failed_sources: Annotated[tuple[Text, ...], Meta(max_length=SOURCES_MAX)] = always(())
+    failed_sources: FailedSources = always(())
     storage_iteration: Iteration = always(0)
     saved_us: Micros = always(0)
     resharded_from: Text = always("")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta
-
 from unicrond.events.vocabulary.base import PlacedObservation, Value, WorkerObservation
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
-    WORKERS_MAX,
     CorruptionSign,
     Count,
+    CountByRank,
     Duration,
     Factor,
     FirstIteration,
@@ -56,7 +52,7 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     samples_digest: SamplesDigest
     loss: float
     duration_us: Duration
-    micro_batches_by_rank: Annotated[tuple[Small, ...], Meta(max_length=WORKERS_MAX)]
+    micro_batches_by_rank: CountByRank
     micro_batches_repeated: Small = always(0)
     checksums: Checksums | None = None
 
