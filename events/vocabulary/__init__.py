@@ -37,6 +37,9 @@ from unicrond.events.vocabulary.field_types import (
     RepairNeed, SERIAL_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
     WORKERS_MAX, WorkerId, WorkerOrNone,
 )
+from unicrond.events.vocabulary.holds import (
+    DecisionHeld, HeldAction, HoldDecision, HoldLifted, HoldLimit, held_action, hold_key,
+)
 from unicrond.events.vocabulary.links import (
     LinkCondition, LinkProbe, LinksProbed, ProbeLinks, ProbedPeer, WorkersWithdrawn,
 )
@@ -81,9 +84,12 @@ __all__ = [
     "AnyCommand", "AnyDecision", "AnyEvent", "AnyObservation", "AnyRequest", "Boot", "BroadcastDecision",
     "CheckNode", "CheckpointSaved", "CheckpointSpec", "Checksums", "Command", "CommandApplied", "CommandFailed",
     "CoordinatorStarted", "CorruptionSign", "CorruptionSuspected", "Count", "DeadlineExpired", "Decision",
-    "DegradationObserved", "DrainStarted", "DropState", "EntrySkipped", "ErrorKind", "ErrorReported", "Event",
+    "DecisionHeld", "DegradationObserved", "DrainStarted", "DropState", "EntrySkipped", "ErrorKind", "ErrorReported",
+    "Event",
     "Evidence", "ExitCause", "Factor", "FailureRateEstimated", "Fault", "FaultKind", "FaultPhase", "FirstIteration",
-    "ForgetRequested", "Gpu", "GpuSpec", "HangSuspected", "Heartbeat", "IncidentEscalated", "InjectFault",
+    "ForgetRequested", "Gpu", "GpuSpec", "HangSuspected", "Heartbeat", "HeldAction", "HoldDecision",
+    "HoldLifted", "HoldLimit",
+    "IncidentEscalated", "InjectFault",
     "InjectionRequested", "LayoutSpec", "LearningRate", "LeaveCluster", "LinkCondition", "LinkProbe",
     "LinksProbed", "LongText", "MachineHold",
     "MachineReported", "MaintenanceCancelled", "MaintenancePlanned", "Member", "MembershipDecided",
@@ -99,7 +105,8 @@ __all__ = [
     "TaskFailed", "TaskReshaped", "TaskSpec", "TaskSubmitted", "TaskUpdated",
     "Text", "ThroughputCorrected", "TransitionCompleted",
     "Value", "WorkerBusy", "WorkerExited", "WorkerId", "WorkerJoinedGroup", "WorkerObservation", "WorkerOrNone",
-    "WorkerPaused", "WorkerReady", "WorkerStarted", "WorkerWaiting", "WorkersWithdrawn", "workers_in",
+    "WorkerPaused", "WorkerReady", "WorkerStarted", "WorkerWaiting", "WorkersWithdrawn",
+    "held_action", "hold_key", "workers_in",
 ]  # fmt: skip
 
 AnyRequest: TypeAlias = (
@@ -118,6 +125,7 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
+    | DecisionHeld | HoldLifted
     | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
     | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed
     | TransitionCompleted
