@@ -65,7 +65,8 @@ def test_share_of_nodes_is_out_and_one_always_may_be(nodes: int, most: int) -> N
     assert [(event.node, event.limit) for event in told] == [(node, "isolated_share") for node in held(cluster)], "once"
     if nodes == 8:
         assert told[0].sentence() == (
-            "node n2 is not isolated: 2 of 8 nodes are out (policy.isolated_share: 0.25); the reason: GPU-1: XID 94: test"
+            "node n2 is not isolated: 2 of 8 nodes are out (policy.isolated_share: 0.25);"
+            " the reason: GPU-1: XID 94: test"
         )
     cluster.assert_whole()
 
@@ -277,7 +278,9 @@ def test_limits_stand_among_coordinators_numbers() -> None:
     assert settings_of(numbers).policy == policy
     limits = brakes_among(numbers)
     assert (limits.isolations_per_hour, limits.isolated_share, limits.evictions_per_hour) == (3, 0.5, 0)
-    assert not {"isolations_per_hour", "isolated_share", "evictions_per_hour"} & Settings(Policy(), 1.0).numbers().keys()
+    assert (
+        not {"isolations_per_hour", "isolated_share", "evictions_per_hour"} & Settings(Policy(), 1.0).numbers().keys()
+    )
     assert brakes_among({"isolated_share": 7.0}) == brakes_among({}), "the fold raises for nothing"
 
 
@@ -289,7 +292,9 @@ def out_by_us(state: ClusterState) -> tuple[set[str], set[str], int]:
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["gpu", "die", "lose", "return", "uncordon", "cordon", "hour", "rest"]), st.integers(0, 7)),
+    st.tuples(
+        st.sampled_from(["gpu", "die", "lose", "return", "uncordon", "cordon", "hour", "rest"]), st.integers(0, 7)
+    ),
     min_size=5,
     max_size=40,
 )

@@ -37,6 +37,7 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import diagnose_nodes
+from unicrond.display.holds import hold_lines
 from unicrond.display.tables import Table, show, visible
 from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs, si, waf_in
 from unicrond.events.cli.command_line import UsageError
@@ -77,6 +78,7 @@ def status(options: argparse.Namespace) -> None:
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
         **_looping(state),
+        **{f"held {number}": line for number, line in enumerate(hold_lines(state), start=1)},
         "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
     }
     if options.at is None:

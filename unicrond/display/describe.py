@@ -22,6 +22,7 @@ from unicrond.display.cluster_tables import (
     workers_table,
 )
 from unicrond.display.event_lines import EventLine
+from unicrond.display.holds import hold_lines
 from unicrond.display.tables import Table
 from unicrond.display.worth import achieved_now, planned_wafs, si, waf_in
 
@@ -103,6 +104,8 @@ def _task(state: ClusterState, name: str) -> list[Section]:
             f"{', '.join(crashes.nodes)}, first {_when(crashes.first_us)}, last {_when(crashes.last_us)};"
             f" {occurrences(crashes.fruitless)} without a new iteration"
         )
+    if held := hold_lines(state, task=name):
+        facts["held"] = "; ".join(held)
     if task.troubles.strikes:
         facts["strikes"] = ", ".join(f"{node} {count}" for node, count in task.troubles.strikes.items())
     incidents = [incident for incident in _incidents(state) if name in incident.generations]
@@ -144,6 +147,8 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         probation = node.isolation.probation
         last = f", last: {probation.last} ({_when(probation.last_us)})" if probation and probation.last else ""
         facts["isolated"] = f"{node.isolation.count} times{last}"
+    if held := hold_lines(state, node=name):
+        facts["held"] = "; ".join(held)
     if suspicion := node.health.suspicion:
         facts["suspected"] = f"{occurrences(suspicion.count)} since {_when(suspicion.since_us)}: {suspicion.cause}"
     if node.health.repair_need:
