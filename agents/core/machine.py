@@ -9,6 +9,8 @@ Commands
 * A start that has grown old (the node was away, and its commands waited for it) is refused as stale too.
 * So is a command for an agent of another run directory: that agent may have carried it out, and its workers no longer
   exist. A command for a newer agent than this one is left to that one, and this one ends (duplicate_agent.py).
+* A start or a check that was ordered from an earlier agent of the run directory, and has not begun, is void: the
+  coordinator has ordered anew since it read that this agent has joined.
 * A command that this version cannot read (a younger coordinator wrote it for a younger agent) is answered: it failed.
 * StartWorker: a worker id is spawned at most once, ever. A start waits, bounded, while a slot is about to
   become free or the fork server is being started; with neither in sight it fails at once.
