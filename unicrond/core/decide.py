@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unicrond.core.deciding import copies, holds, links, memberships, nodes, plans, response
+from unicrond.core.deciding import copies, links, memberships, nodes, plans, response
 from unicrond.core.deciding import incident_closing as closing
 from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
@@ -56,7 +56,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     nodes.readmit_nodes(batch)
     nodes.begin_drains(batch)
     links.withdraw_workers(batch)
-    holds.tell(batch)
+    batch.tell_holds()
     if batch.events:
         return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh

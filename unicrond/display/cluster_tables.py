@@ -52,9 +52,12 @@ def _node_reason(state: ClusterState, node: Node) -> str:
     prediction = "" if node.isolation.active else node.health.failure_forecast
     failure = prediction and f"expected to fail: {prediction}"
     hold = isolation_hold(state, node.name)
-    held = f"not isolated, held by policy.{hold.limit}: {hold.reason}" if hold else ""
+    hold_text = f"not isolated, held by policy.{hold.limit}: {hold.reason}" if hold else ""
     return "; ".join(
-        filter(None, (held, waits_for(state, node), node.reason or node.cordon.reason, departure_text(node), failure))
+        filter(
+            None,
+            (hold_text, waits_for(state, node), node.reason or node.cordon.reason, departure_text(node), failure),
+        )
     )
 
 

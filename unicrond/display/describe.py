@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from unicrond.core.faults.program_faults import looping_text, occurrences
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, Task, TaskStatus
@@ -22,7 +23,6 @@ from unicrond.display.cluster_tables import (
     workers_table,
 )
 from unicrond.display.event_lines import EventLine
-from unicrond.display.holds import hold_lines
 from unicrond.display.tables import Table
 from unicrond.display.worth import achieved_now, planned_wafs, si, waf_in
 
@@ -104,8 +104,8 @@ def _task(state: ClusterState, name: str) -> list[Section]:
             f"{', '.join(crashes.nodes)}, first {_when(crashes.first_us)}, last {_when(crashes.last_us)};"
             f" {occurrences(crashes.fruitless)} without a new iteration"
         )
-    if held := hold_lines(state, task=name):
-        facts["held"] = "; ".join(held)
+    if holds := hold_lines(state, task=name):
+        facts["held"] = "; ".join(holds)
     if task.troubles.strikes:
         facts["strikes"] = ", ".join(f"{node} {count}" for node, count in task.troubles.strikes.items())
     incidents = [incident for incident in _incidents(state) if name in incident.generations]
@@ -147,8 +147,8 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         probation = node.isolation.probation
         last = f", last: {probation.last} ({_when(probation.last_us)})" if probation and probation.last else ""
         facts["isolated"] = f"{node.isolation.count} times{last}"
-    if held := hold_lines(state, node=name):
-        facts["held"] = "; ".join(held)
+    if holds := hold_lines(state, node=name):
+        facts["held"] = "; ".join(holds)
     if suspicion := node.health.suspicion:
         facts["suspected"] = f"{occurrences(suspicion.count)} since {_when(suspicion.since_us)}: {suspicion.cause}"
     if node.health.repair_need:

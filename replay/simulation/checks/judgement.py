@@ -101,12 +101,12 @@ def brakes_hold(before: ClusterState, basis: ClusterState, node: str, times_us: 
     recent = [time_us for time_us in times_us if time_us > basis.now_us - _HOUR_US]
     if len(recent) > limits.isolations_per_hour:
         return f"{node} is isolated, the {len(recent)}th within an hour (at most {limits.isolations_per_hour})"
-    present = [other for other in basis.nodes.values() if other.status is not NodeStatus.LEFT and other.name != node]
-    isolated = {other.name for other in before.nodes.values() if other.isolation.active}
-    ours = [other.name for other in present if other.name in isolated and not other.cordon.active]
-    lost = [other.name for other in present if other.status is NodeStatus.LOST and not other.cordon.active]
-    count, of = len({*ours, *lost}) + 1, len(present) + 1
-    if ours and count > limits.isolated_share * of:
+    present = [peer for peer in basis.nodes.values() if peer.status is not NodeStatus.LEFT and peer.name != node]
+    isolations = {peer.name for peer in before.nodes.values() if peer.isolation.active}
+    isolated_peers = [peer.name for peer in present if peer.name in isolations and not peer.cordon.active]
+    losses = [peer.name for peer in present if peer.status is NodeStatus.LOST and not peer.cordon.active]
+    count, of = len({*isolated_peers, *losses}) + 1, len(present) + 1
+    if isolated_peers and count > limits.isolated_share * of:
         return f"{node} is isolated: {count} of {of} nodes are out, at most {limits.isolated_share:g} of them may be"
     return ""
 

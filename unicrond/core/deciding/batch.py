@@ -1,4 +1,7 @@
-"""A batch: the decisions of one call of `decide`, which are committed to the log together."""
+"""A batch: the decisions of one call of `decide`, which are committed to the log together.
+
+It is the one place where a decision that takes something out passes the brakes (nodes/brakes.py).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from unicrond.core.faults.program_faults import signature_of
 from unicrond.core.nodes import brakes
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import NodeStatus, Task, Worker, WorkerStatus
@@ -22,7 +26,7 @@ class DecisionBatch:
         self.state = survey.state
         self.events: list[v.AnyEvent] = []
         #: What a limit holds, by key.
-        self.held: dict[str, v.DecisionHeld] = {}
+        self.holds: dict[str, v.DecisionHeld] = {}
         #: Per node, how many workers this batch starts there.
         self.started: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}
@@ -37,11 +41,11 @@ class DecisionBatch:
     def add(self, event: v.AnyEvent, readers: Iterable[int] = ()) -> None:
         """Add a decision in the schema of its readers; fields and types that they do not know are left out. `readers`:
         the schemas of the nodes that read the decision in the log. A command is for the agent that is known now. What a
-        brake holds is not added, and stands in `held`."""
+        brake holds is not added, and stands in `holds`."""
         if key := self.hold_key_of(event):
             limit = brakes.limit_on(self.state, event, self.events)
             if limit is not None:
-                self.held[key] = self._hold(event, limit)
+                self.holds[key] = self._hold(event, limit)
                 return
         schema = min([self.state.schema, *readers])
         if isinstance(event, v.Command):
@@ -77,6 +81,26 @@ class DecisionBatch:
             limit=limit.name,
             detail=limit.detail,
         )
+
+    def tell_holds(self) -> None:
+        """Add a DecisionHeld for what is held anew, or for another reason, and a HoldLifted for what nothing asks for
+        any more."""
+        for key, event in self.holds.items():
+            old = self.state.holds.get(key)
+            if old is None or old.limit != event.limit or signature_of(old.reason) != signature_of(event.reason):
+                self.add(event)
+        executions = {self.hold_key_of(event) for event in self.events}
+        for key, hold in self.state.holds.items():
+            if key not in self.holds and key not in executions and not brakes.stands(self.state, hold):
+                self.add(
+                    v.HoldLifted(
+                        action=hold.action,
+                        node=hold.node,
+                        task=hold.task,
+                        worker=hold.worker,
+                        reason="nothing asks for it any more",
+                    )
+                )
 
     def command_id(self, node: str) -> str:
         """Return the next command id of the node: "term.epoch.node.number"."""

@@ -200,9 +200,9 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
         faults = []
     window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
-    held = {node: hold for node in brakes.held_nodes(state) if (hold := brakes.isolation_hold(state, node))}
-    broken = [node for node, hold in held.items() if hold.cause == "hardware"]
-    accused = {node for node, _ in faults} | {incident.node for incident in blamed} | {*broken}
+    holds = {node: hold for node in brakes.held_nodes(state) if (hold := brakes.isolation_hold(state, node))}
+    broken_nodes = [node for node, hold in holds.items() if hold.cause == "hardware"]
+    accused = {node for node, _ in faults} | {incident.node for incident in blamed} | {*broken_nodes}
     flaps_max = policy.flaps_max
     candidates = dict.fromkeys([*survey.nodes.returned, *survey.nodes.foretold, *accused])
     for name in in_order(state.nodes, [name for name in candidates if name in state.nodes]):
@@ -216,8 +216,8 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
             reasons.append(f"flapping: lost and returned {occurrences(len(flaps))} within {policy.flap_window_s:g} s")
         if node.health.failure_forecast and _can_spare(survey, node):
             reasons.append(f"its failure is expected: {node.health.failure_forecast}")
-        elif node.name in broken:
-            reasons.append(held[node.name].reason)
+        elif node.name in broken_nodes:
+            reasons.append(holds[node.name].reason)
         if reasons:
             yield node.name, reasons[0]
 

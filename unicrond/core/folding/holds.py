@@ -9,7 +9,7 @@ from unicrond.core.folding import incidents
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.nodes import brakes, isolation
 from unicrond.core.state.changes import with_task
-from unicrond.core.state.holds import Hold
+from unicrond.core.state.holds import StandingHold
 from unicrond.core.state.state import ClusterState, Worker
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
@@ -18,7 +18,7 @@ from unicrond.events.wire.envelope import Envelope
 def decision_held(state: ClusterState, event: v.DecisionHeld, _: Envelope) -> ClusterState:
     """Note what is not done, and why."""
     old, node = state.holds.get(event.key), state.nodes.get(event.node)
-    hold = Hold(
+    hold = StandingHold(
         action=event.action,
         limit=event.limit,
         reason=event.reason,
@@ -51,13 +51,13 @@ def without_node(state: ClusterState, name: str) -> ClusterState:
     return replace(state, holds={key: hold for key, hold in state.holds.items() if hold.node != name})
 
 
-def isolated(state: ClusterState, name: str) -> ClusterState:
+def count_isolation(state: ClusterState, name: str) -> ClusterState:
     """Count an isolation, which ends the hold on it."""
     state = without_hold(state, v.hold_key("isolation", node=name))
     return replace(state, isolations_us=(*brakes.within_hour(state.isolations_us, state.now_us), state.now_us))
 
 
-def answered_for(state: ClusterState, name: str) -> ClusterState:
+def acquit_node(state: ClusterState, name: str) -> ClusterState:
     """Return the state after a person has said that the node may work: what is held against it is forgotten."""
     if brakes.isolation_hold(state, name) is None:
         return state
@@ -67,7 +67,7 @@ def answered_for(state: ClusterState, name: str) -> ClusterState:
     return without_hold(state, v.hold_key("isolation", node=name))
 
 
-def evicted(state: ClusterState, name: str) -> ClusterState:
+def count_eviction(state: ClusterState, name: str) -> ClusterState:
     """Count that workers of the task are given up on suspicion."""
     task = state.tasks[name]
     times_us = brakes.with_eviction(task, state.now_us)
@@ -81,7 +81,7 @@ def suspect(
     `failure`: what the worker does, in words."""
     task = state.tasks[name]
     if brakes.eviction_limit(state, task) is None:
-        return strikes.give_up(evicted(state, name), name, worker, kind, failure, occurred_us)
+        return strikes.give_up(count_eviction(state, name), name, worker, kind, failure, occurred_us)
     fact = Fact(
         kind=kind,
         node=worker.node,

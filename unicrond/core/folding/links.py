@@ -137,7 +137,7 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
     if not workers:
         return state
     state = holds.without_hold(
-        holds.evicted(state, task.name), v.hold_key("withdrawal", task=task.name, node=event.node)
+        holds.count_eviction(state, task.name), v.hold_key("withdrawal", task=task.name, node=event.node)
     )
     task = state.tasks[task.name]
     broken = broken_generation(task, [worker.worker for worker in workers])

@@ -200,7 +200,7 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
     if node is None:
         return state
     node = isolation.begin(state, node, event.reason)
-    state = holds.isolated(state, event.node)
+    state = holds.count_isolation(state, event.node)
     for incident in state.incidents.values():
         if incident.node == event.node:  # the restart has failed: another plan is needed
             state = with_incident(state, advance(incident, IncidentTrigger.NODE_ISOLATED, severity=Severity.SEV1))
@@ -245,7 +245,7 @@ def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -
     node = state.nodes.get(event.node)
     if node is None or agent_mismatch(state, event):
         return state
-    state = holds.answered_for(state, event.node)
+    state = holds.acquit_node(state, event.node)
     node = departures.uncordoned(isolation.pardon(state, node, event.reason))
     return with_node(state, replace(node, health=replace(node.health, failure_forecast="")))
 

@@ -25,7 +25,7 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
     if incident is None or pair is None or not pair[1].alive:
         return state
     if brakes.is_on_suspicion(state, event):
-        state = holds.evicted(state, pair[0].name)
+        state = holds.count_eviction(state, pair[0].name)
     task, worker = state.tasks[pair[0].name], pair[1]
     broken = incidents.broken_generation(task, [worker.worker])
     broke = severity_of(incident.kind, state.severity) is Severity.SEV3

@@ -18,7 +18,7 @@ Rules
   machine itself is blamed for stays wanted until the node has been isolated, or a person has answered for it.
 
 What does not live here: who is to be isolated or evicted (deciding/response.py, deciding/links.py), how a hold gets
-into the log (deciding/holds.py), its fold (folding/holds.py), where workers go (rules/survey.py, deciding/plans.py).
+into the log (deciding/batch.py), its fold (folding/holds.py), where workers go (rules/survey.py, deciding/plans.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from typing import NamedTuple
 
 from unicrond.core.faults.program_faults import BACK_OFF_MAX_US
 from unicrond.core.faults.severity import severity_of
-from unicrond.core.state.holds import Hold
+from unicrond.core.state.holds import StandingHold
 from unicrond.core.state.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.phrases import clean, count, to_the_second
 
 HOUR_US = 3_600_000_000
 #: Workers that are given up within so long go together.
@@ -38,6 +39,8 @@ ROUND_US = 10_000_000
 BACK_OFF_US = 1_000_000
 #: Kinds of incident that are a suspicion: nobody has seen the process fail.
 SUSPICIONS = ("hang", "corruption")
+#: The most holds that one line names.
+_NAMES_MAX = 3
 
 
 class BrakeLimit(NamedTuple):
@@ -47,12 +50,12 @@ class BrakeLimit(NamedTuple):
     detail: str
 
 
-def limit_on(state: ClusterState, event: v.AnyEvent, decided: Sequence[v.AnyEvent] = ()) -> BrakeLimit | None:
-    """Return the limit that holds the decision; None where it may be carried out. `decided`: what the same batch does
+def limit_on(state: ClusterState, event: v.AnyEvent, batch: Sequence[v.AnyEvent] = ()) -> BrakeLimit | None:
+    """Return the limit that holds the decision; None where it may be carried out. `batch`: what the same batch does
     already."""
     match event:
         case v.NodeIsolated():
-            return isolation_limit(state, event.node, [e.node for e in decided if isinstance(e, v.NodeIsolated)])
+            return isolation_limit(state, event.node, [e.node for e in batch if isinstance(e, v.NodeIsolated)])
         case v.IncidentEscalated() if is_on_suspicion(state, event):
             return eviction_limit(state, state.tasks[event.worker.rpartition(".")[0]])
         case v.WorkersWithdrawn() if event.task in state.tasks:
@@ -60,18 +63,18 @@ def limit_on(state: ClusterState, event: v.AnyEvent, decided: Sequence[v.AnyEven
     return None
 
 
-def isolation_limit(state: ClusterState, node: str, isolated: Sequence[str] = ()) -> BrakeLimit | None:
-    """Return the limit that keeps the node from being isolated. `isolated`: those that are about to be."""
+def isolation_limit(state: ClusterState, node: str, companions: Sequence[str] = ()) -> BrakeLimit | None:
+    """Return the limit that keeps the node from being isolated. `companions`: those that are isolated with it."""
     brakes = state.brakes
-    recent = len(within_hour(state.isolations_us, state.now_us)) + len(isolated)
+    recent = len(within_hour(state.isolations_us, state.now_us)) + len(companions)
     if recent >= brakes.isolations_per_hour:
         detail = f"{recent} were isolated within an hour (policy.isolations_per_hour: {brakes.isolations_per_hour})"
         return BrakeLimit("isolations_per_hour", detail)
-    present = [other for other in state.nodes.values() if other.status is not NodeStatus.LEFT]
-    ours = {other.name for other in present if other.isolation.active and not other.cordon.active} | {*isolated}
-    lost = {other.name for other in present if other.status is NodeStatus.LOST and not other.cordon.active}
-    out = (ours | lost) - {node}
-    if ours and len(out) + 1 > brakes.isolated_share * len(present):
+    present = [peer for peer in state.nodes.values() if peer.status is not NodeStatus.LEFT]
+    isolations = {peer.name for peer in present if peer.isolation.active and not peer.cordon.active} | {*companions}
+    losses = {peer.name for peer in present if peer.status is NodeStatus.LOST and not peer.cordon.active}
+    out = (isolations | losses) - {node}
+    if isolations and len(out) + 1 > brakes.isolated_share * len(present):
         detail = f"{len(out)} of {len(present)} nodes are out (policy.isolated_share: {brakes.isolated_share:g})"
         return BrakeLimit("isolated_share", detail)
     return None
@@ -108,7 +111,7 @@ def is_on_suspicion(state: ClusterState, event: v.IncidentEscalated) -> bool:
 # --- holds ---------------------------------------------------------------------------------------
 
 
-def isolation_hold(state: ClusterState, node: str) -> Hold | None:
+def isolation_hold(state: ClusterState, node: str) -> StandingHold | None:
     """Return the hold on the node's isolation."""
     return state.holds.get(v.hold_key("isolation", node=node)) if state.holds else None
 
@@ -118,7 +121,7 @@ def held_nodes(state: ClusterState) -> tuple[str, ...]:
     return tuple([hold.node for hold in state.holds.values() if hold.action == "isolation"])
 
 
-def stands(state: ClusterState, hold: Hold) -> bool:
+def stands(state: ClusterState, hold: StandingHold) -> bool:
     """Return whether the hold stands though the decision is not wanted right now: what it accuses the node of is not
     over."""
     if hold.action != "isolation" or hold.node not in state.nodes or state.nodes[hold.node].isolation.active:
@@ -139,9 +142,9 @@ def waits(state: ClusterState, node: str) -> bool:
     return hold is not None and blows(state, node) > hold.blows_over
 
 
-def lacking_nodes(missing: Sequence[tuple[str, ...]], held: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the held nodes on which replicas are to start. `missing`: their nodes (reconcile.Staffing)."""
-    return tuple([node for node in held if any(node in nodes for nodes in missing)])
+def start_nodes(missing: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the nodes on which replicas are to start. `missing`: their nodes (reconcile.Staffing)."""
+    return tuple([node for node in nodes if any(node in replica for replica in missing)])
 
 
 def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
@@ -149,8 +152,8 @@ def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
     limit allows one more."""
     for key, hold in state.holds.items():
         if hold.action == "isolation" and waits(state, hold.node):
-            count = blows(state, hold.node)
-            yield f"hold:{key}#{count}", min(BACK_OFF_MAX_US, BACK_OFF_US << min(count - 1, 6))
+            number = blows(state, hold.node)
+            yield f"hold:{key}#{number}", min(BACK_OFF_MAX_US, BACK_OFF_US << min(number - 1, 6))
     for hold in state.holds.values():
         if hold.limit == "isolations_per_hour" and state.isolations_us:
             yield _release("", state.isolations_us[0], state.now_us)
@@ -167,12 +170,30 @@ def _release(task: str, time_us: int, now_us: int) -> tuple[str, int]:
 # --- for people ----------------------------------------------------------------------------------
 
 
-def hold_text(hold: Hold) -> str:
+def hold_text(hold: StandingHold) -> str:
     """Say what is not done, and why it would be."""
     action = v.held_action(hold.action, node=hold.node, task=hold.task, worker=hold.worker)
     return f"{action}: {hold.reason}; held by policy.{hold.limit}"
 
 
-def remedy(hold: Hold) -> str:
+def remedy(hold: StandingHold) -> str:
     """Return the commands that help a person who is called for the hold."""
     return f"unicronctl drain {hold.node}" if hold.node else f"unicronctl describe task {hold.task}"
+
+
+def hold_lines(state: ClusterState, *, node: str = "", task: str = "") -> list[str]:
+    """Return a line for each hold, or for those that name the node or the task."""
+    return [
+        clean(f"{hold_text(hold)} since {to_the_second(hold.since_us)}")
+        for hold in state.holds.values()
+        if (not node or hold.node == node) and (not task or hold.task == task)
+    ]
+
+
+def hold_summary(state: ClusterState) -> str:
+    """Say in one line how many decisions are held; "" where none is."""
+    if not state.holds:
+        return ""
+    texts = [clean(hold_text(hold)) for hold in state.holds.values()]
+    more = f"; and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
+    return f"{count(len(texts), 'decision is', 'decisions are')} held: {'; '.join(texts[:_NAMES_MAX])}{more}"

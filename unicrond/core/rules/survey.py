@@ -108,7 +108,7 @@ class Survey:
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
     depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py.
-    `held`: nodes in service since their isolation is held (nodes/brakes.py). `failing`: tasks whose programs fail,
+    `held_nodes`: those whose isolation is held (nodes/brakes.py). `failing`: tasks whose programs fail,
     `avoided`: nodes that tasks are kept off, if there is room elsewhere (faults/program_faults.py). `fresh`: the
     adopted plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types,
     both empty where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
@@ -132,10 +132,10 @@ class Survey:
         self._staffing: dict[str, tuple[Mapping[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
             before._staffing if before else {}
         )
-        self.held: tuple[str, ...] = brakes.held_nodes(state)
+        self.held_nodes: tuple[str, ...] = brakes.held_nodes(state)
         #: Per task, the held nodes on which the plan wants workers that are not there.
-        self._lacking = {
-            task.name: brakes.lacking_nodes(self.staffing(task).missing, self.held) if self.held else ()
+        self._starts = {
+            task.name: brakes.start_nodes(self.staffing(task).missing, self.held_nodes) if self.held_nodes else ()
             for task in self.active
         }
         self._planned = tuple(
@@ -147,7 +147,7 @@ class Survey:
                     *(("over quota",) * (task.name in self.over_quota)),
                     *(("fails",) * (task.name in self.failing)),
                     *self.avoided.get(task.name, ()),
-                    *(f"starts on {node}" for node in self._lacking[task.name]),
+                    *(f"starts on {node}" for node in self._starts[task.name]),
                 )
                 for task in self.active
             ]

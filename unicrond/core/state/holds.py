@@ -18,7 +18,7 @@ class Brakes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     evictions_per_hour: int = 20
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StandingHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A decision that is not carried out. `action`, `node`, `task`, `worker`, `reason`: see DecisionHeld; `limit`: what
     holds it; `since_us`: since when (log time).
 

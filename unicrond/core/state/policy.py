@@ -137,9 +137,9 @@ def settings_of(numbers: Mapping[str, float]) -> Settings:
 
 def brakes_among(numbers: Mapping[str, float]) -> Brakes:
     """Return the brakes of `Settings.numbers`; what is missing, or makes no sense, gets its default."""
-    chosen = {name: numbers[name] for name in Brakes.__struct_fields__ if name in numbers}
+    limits = {name: numbers[name] for name in Brakes.__struct_fields__ if name in numbers}
     try:
-        policy = msgspec.convert({name: int(n) if n.is_integer() else n for name, n in chosen.items()}, Policy)
+        policy = msgspec.convert({name: int(n) if n.is_integer() else n for name, n in limits.items()}, Policy)
     except (msgspec.ValidationError, OverflowError):
         return Brakes()
     return Brakes(**{name: getattr(policy, name) for name in Brakes.__struct_fields__})

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from unicrond.core.state.hang_tally import Lateness
-from unicrond.core.state.holds import Brakes, Hold
+from unicrond.core.state.holds import Brakes, StandingHold
 from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
 from unicrond.core.state.ordered_map import in_order
@@ -395,7 +395,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     starvation_us: int = 0
     links: dict[str, NodeLink] = {}
     brakes: Brakes = Brakes()
-    holds: dict[str, Hold] = {}
+    holds: dict[str, StandingHold] = {}
     isolations_us: tuple[int, ...] = ()
     by_node_cache: ByNode | None = None
 

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from unicrond.core.nodes.brakes import hold_summary
 from unicrond.core.state.state import ClusterState
-from unicrond.display.holds import hold_summary
 from unicrond.events.archive.archived_log import ArchivedLog
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.log.lease import Holder
