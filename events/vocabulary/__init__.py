@@ -45,6 +45,7 @@ from unicrond.events.vocabulary.memberships import (
 )
 from unicrond.events.vocabulary.node_decisions import (
     DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, RepairEnded,
+    SilenceEnded, SilenceHeld,
 )
 from unicrond.events.vocabulary.node_requests import (
     ForgetRequested, MaintenanceCancelled, MaintenancePlanned, NodeCordoned, NodeEnrolled, NodeRevoked,
@@ -93,7 +94,8 @@ __all__ = [
     "PeersRemembered", "Phase", "PlacedObservation", "PlanAdopted", "PlanMethod", "Positive",
     "ProbeLinks", "ProbedPeer", "PublicKey",
     "RepairEnded", "RepairNeed", "Request", "ReshapeRequested", "RunningWorker", "SamplesDigest", "SaveFailed",
-    "Saver", "SeatRun", "Serial", "SeverityLevel", "SnapshotStored", "SomeWorkers", "Start", "StartWorker",
+    "Saver", "SeatRun", "Serial", "SeverityLevel", "SilenceEnded", "SilenceHeld",
+    "SnapshotStored", "SomeWorkers", "Start", "StartWorker",
     "StartWorkers", "StateLoaded", "StateSource", "StepCommitted", "StopRequested", "StopWorker", "StoreAddress",
     "StragglerObserved", "StragglerRecovered", "StragglerSeen", "TaskAssignment", "TaskCancelled", "TaskCompleted",
     "TaskFailed", "TaskReshaped", "TaskSpec", "TaskSubmitted", "TaskUpdated",
@@ -118,6 +120,7 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
+    | SilenceHeld | SilenceEnded
     | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
     | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed
     | TransitionCompleted

@@ -352,6 +352,16 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     near: bool = False
 
 
+class Silence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The head hears none of its nodes (nodes/deafness.py). `incident`: that of the silence. `are_lost`: they were lost
+    after all, and none has come back yet."""
+
+    since_us: int
+    nodes: int
+    incident: str
+    are_lost: bool = False
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
 
@@ -362,7 +372,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
     `log_adopted_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
-    without end. `links`: those that are bad, or were of late (faults/links.py).
+    without end. `links`: those that are bad, or were of late (faults/links.py). `silence`: the one that stands.
     """
 
     seq: int = always(0)
@@ -392,6 +402,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     quotas: Mapping[str, int] = {}
     starvation_us: int = 0
     links: dict[str, NodeLink] = {}
+    silence: Silence | None = None
     by_node_cache: ByNode | None = None
 
     @property
