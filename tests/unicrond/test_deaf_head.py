@@ -99,6 +99,25 @@ def test_single_death_is_found_as_fast_as_ever() -> None:
         assert bus.run(0.2, names[1:]) == ["NodeLost"]
 
 
+def test_late_beat_of_other_node_delays_no_loss() -> None:
+    """One node is dead, and the only other one's beat is late at the limit: there was no silence of all."""
+    bus = DeafBus(NAMES[:2])
+    bus.run(5, NAMES[:2])
+    bus.run(1.0, NAMES[1:2])
+    assert bus.run(bus.liveness.limit_us / 1e6 - 1.0 + 0.2, []) == [], "n2's beat is late: it may be the head"
+    bus.beat(NAMES[1])
+    assert bus.run(0.2, []) == ["NodeLost"]
+
+
+def test_nodes_that_beat_at_other_times_are_silent_together() -> None:
+    bus = DeafBus(NAMES[:3])
+    bus.run(5, NAMES[:3])
+    for name in NAMES[1:3]:
+        bus.run(0.4, [])
+        bus.beat(name)
+    assert bus.run(20, []) == ["SilenceHeld"]
+
+
 def test_only_node_is_judged_as_ever() -> None:
     """A cluster of one node, and the last one that is up."""
     bus = DeafBus(NAMES[:1])

@@ -18,6 +18,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.checks import invariants as rules
+from unicrond.replay.simulation.checks import judgement
 from unicrond.replay.simulation.checks.invariants import Violation
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
@@ -50,6 +51,8 @@ class InvariantChecker:
         self.strikes_max = 1
         #: What people bring: their tasks, and whether nothing but these may fail.
         self.people = PeopleRecord()
+        #: Whether no node has been heard for a while, by what is done to the network.
+        self.is_silent: Callable[[], bool] = lambda: False
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
@@ -124,6 +127,11 @@ class InvariantChecker:
             self.record_breach("types_stay_apart", rules.types_stay_apart(basis, event))
         for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
             self.record_breach(rule, story)
+        if envelope.term and envelope.term == before.term:
+            basis, is_silent = self.states[envelope.based_on], self.is_silent()
+            self.record_breach(
+                "deaf_heads_judge_nobody", judgement.deaf_heads_judge_nobody(basis, event, is_silent=is_silent)
+            )
         if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
             basis = self.states[envelope.based_on]
             story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.strikes_max)

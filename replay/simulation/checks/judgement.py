@@ -1,5 +1,5 @@
-"""The rules of judgement: nobody pays for another's program. Each is one small function that returns the story of its
-breach, or "". `invariants.py` has the other rules, and the table of all."""
+"""The rules of judgement: nobody pays for another's program, and no node for its head's trouble. Each is one small
+function that returns the story of its breach, or "". `invariants.py` has the other rules, and the table of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.planning.placement import place
-from unicrond.core.state.state import ClusterState, Node, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
 from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.core.tasks.starvation import ranks
 from unicrond.events import vocabulary as v
@@ -22,10 +22,13 @@ JUDGEMENT_RULES: dict[str, str] = {
     "programs_move_no_others": "No plan moves a task for another's failures, or stops it for one that fails.",
     "members_stay_within_max": "No task has more than max_workers members, but while its state is handed over.",
     "production_goes_first": "No task of a plan stands while those of lower priority have the room for it.",
+    "deaf_heads_judge_nobody": "A head that hears none of its nodes loses, isolates and stops nobody.",
     "nodes_are_used": "A healthy node is in use within a minute of being wanted.",
 }
 #: How long a healthy node may be idle though a task wants it, and how long a handover may take.
 USED_WITHIN_S = 60.0
+#: Decisions by which somebody loses a node or a worker.
+_JUDGEMENTS = (v.NodeIsolated, v.StopWorker, v.IncidentEscalated, v.TaskFailed, v.PlanAdopted, v.MembershipDecided)
 HANDED_OVER_WITHIN_S = 30.0
 
 
@@ -152,6 +155,17 @@ def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], withi
     """Check how long nodes have been idle. `demand`: by node, a task that could use it."""
     late = [node for node in demand if idle_s.get(node, 0.0) >= within_s]
     return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {demand[node]} could use it" for node in late)
+
+
+def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, *, is_silent: bool) -> str:
+    """Check a decision. `basis`: the state that it was decided in. `is_silent`: no node can have been heard for a
+    while."""
+    up = sum(node.status is NodeStatus.UP for node in basis.nodes.values())
+    if is_silent and up >= 2 and isinstance(event, v.NodeLost):
+        return f"{event.node} is lost, and none of {up} nodes is heard: {event.reason}"
+    if basis.silence is not None and isinstance(event, _JUDGEMENTS):
+        return f"decided while no node is heard: {event.sentence()}"
+    return ""
 
 
 def _workers(share: v.TaskAssignment | None) -> int:

@@ -26,6 +26,8 @@ EDGE_KINDS = tuple(
     if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.MaintenancePlanned, v.InjectionRequested)
     and kind.__name__ != "StopRequested"
 )
+#: After so long what was on its way has come, and a node that was silent before has been lost.
+_SILENT_S = 8.0
 #: Faults of the connections between nodes.
 _OF_LINKS = ("break_links", "cut_peers", "isolate", "sick_links")
 
@@ -313,6 +315,24 @@ def _cut_log(world: World, fault: SimulatedFault) -> None:
         until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
 
 
+def _all_silent(world: World, fault: SimulatedFault) -> None:
+    """Cut all nodes off from the log at once, as a wrong password or name does; `head_anew`: the head begins anew
+    meanwhile."""
+    since_s = world.loop.time()
+
+    def is_silent() -> bool:
+        """Return whether no node can have been heard for as long as one may be silent."""
+        machines = [*world.hosts.values(), *(host.twin for host in world.hosts.values() if host.twin is not None)]
+        return world.loop.time() - since_s > _SILENT_S and all(host.link.cut for host in machines)
+
+    for host in world.hosts.values():
+        host.link.cut = True
+        until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
+    world.checker.is_silent = is_silent
+    if fault.how == "head_anew":
+        _crash_coordinator(world, replace(fault, how=""))
+
+
 def _cut_peers(world: World, fault: SimulatedFault) -> None:
     """Cut the nodes off from their peers alone; `pair`: the first two from each other."""
     reach = world.training.reach
@@ -346,7 +366,7 @@ def _bad_weather(world: World, fault: SimulatedFault) -> None:
         until(world, fault, link.heal)
 
 
-#: The effect of each kind of fault; the keys are those of FAULT_KINDS and PROGRAM_KINDS.
+#: The effect of each kind of fault; the keys are those of FAULT_KINDS, PROGRAM_KINDS and OUTAGE_KINDS.
 EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "crash_coordinator": _crash_coordinator,
     "second_coordinator": _second_coordinator,
@@ -381,6 +401,7 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "break_worker_line": _break_worker_line,
     "break_fork_line": _break_fork_line,
     "cut_log": _cut_log,
+    "all_silent": _all_silent,
     "cut_peers": _cut_peers,
     "isolate": _isolate,
     "bad_weather": _bad_weather,

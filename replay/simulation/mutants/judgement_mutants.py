@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from unicrond.core.deciding import memberships
+from unicrond.core.nodes.deafness import Deafness
 from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
 from unicrond.core.rules import plan_problems
 from unicrond.core.tasks import starvation
@@ -78,6 +79,10 @@ def _never_grow() -> None:
     patch(plan_problems, "_task_problem", make)
 
 
+def _judge_when_deaf() -> None:
+    patch(Deafness, "look", lambda _: lambda *_, **__: "judges")
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -86,4 +91,5 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "let_leavers_stay": Mutant("members that are to leave stay beside those that replace them", _let_leavers_stay),
     "forget_priorities": Mutant("the plan ignores priorities", _forget_priorities),
     "never_grow": Mutant("a task that has workers never gets more", _never_grow),
+    "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }

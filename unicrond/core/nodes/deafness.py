@@ -2,9 +2,9 @@
 
 Rules
 -----
-* Of two or more nodes that are up none is heard for as long as each of them may be silent: that is more likely one
-  fault between them and the head (DNS, a password, a firewall, a switch) than as many faults of nodes. The head is
-  deaf, and no node is judged.
+* Of two or more nodes that are up one is silent for as long as a node may be, and all others have missed a beat by
+  then: that is more likely one fault between them and the head (DNS, a password, a firewall, a switch) than as many
+  faults of nodes. No node is judged. If one is heard before all are silent for so long, its beat was only late.
 * To wait costs next to nothing: there is no node that could go on for those that are silent. To judge them costs their
   workers, which train on unheard.
 * So it says once that it hears nobody (`SilenceHeld`), as late as it would have said that most nodes are lost. While
@@ -30,10 +30,12 @@ Phase: TypeAlias = Literal["judges", "waits", "holds", "loses", "ends"]
 
 class Hearing(NamedTuple):
     """What is heard at one moment. `up`: the number of nodes that are up; `silent`: of these, those that are silent for
-    longer than a node may be; `overdue`: those for longer than nodes may be when most are. `lost`: those that were lost
-    in the silence. `back`: counts those that are heard, and were not before a time."""
+    longer than a node may be; `late`: those that have missed a beat; `overdue`: those that are silent for longer than
+    nodes may be when most are. `lost`: those that were lost in the silence. `back`: counts those that are heard, and
+    were not before a time."""
 
     up: int
+    late: int
     silent: int
     overdue: int
     lost: int
@@ -49,6 +51,7 @@ class Deafness:
         self._hold_us = hold_us
         self._since_us: int | None = None
         self._first_us: int | None = None
+        self._is_sure = False
         self._has_ended = False
 
     def look(
@@ -63,11 +66,14 @@ class Deafness:
         if self._since_us is None:
             if held:
                 self._since_us = from_us
-            elif 2 <= hearing.up == hearing.silent:
+            elif hearing.silent and 2 <= hearing.up == hearing.late:
                 self._since_us = now_us
             else:
                 return "judges"
         back = hearing.back(self._since_us)
+        self._is_sure |= held or hearing.silent == hearing.up
+        if back and not self._is_sure:
+            return self._end(held=held)
         if not back:
             self._first_us = None
             if not held:
@@ -81,5 +87,5 @@ class Deafness:
 
     def _end(self, *, held: bool) -> Phase:
         self._since_us = self._first_us = None
-        self._has_ended = held
+        self._is_sure, self._has_ended = False, held
         return "ends" if held else "judges"

@@ -160,6 +160,12 @@ class Liveness:
         """The time for which a node may be silent."""
         return 2 * self.heartbeat_us + GRACE_US
 
+    @property
+    def late_us(self) -> int:
+        """After this time without a beat a node is late: at the limit of the first of those that fall silent together,
+        the others are late at least."""
+        return self.heartbeat_us * 5 // 4
+
     def on_beat(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
         """Take a beat that came through the heartbeat stream."""
         self._beat_heard_us, self._newest_at_us = now_us, at_us
@@ -228,7 +234,8 @@ class Liveness:
         if not self._judges:
             return []
         self._see(nodes)
-        silent = self._silence(self.limit_us, now_us)
+        late = self._silence(self.late_us, now_us)
+        silent = {name: silent_us for name, silent_us in late.items() if silent_us > self.limit_us}
         most = len(self._up) >= 3 and 2 * len(silent) > len(self._up)
         limit_us = self.limit_us * (MOST_SILENT_FACTOR if most else 1)
         overdue = {name: silent_us for name, silent_us in silent.items() if silent_us > limit_us}
@@ -238,7 +245,7 @@ class Liveness:
             if self._beats_again(nodes[name], now_us)
         ]
         phase = self._deafness.look(
-            self._hearing(silent, overdue, silence),
+            self._hearing(late, silent, overdue, silence),
             now_us,
             from_us=self._grace_from_us,
             attended_us=lambda since_us: self.attended_us(since_us, now_us),
@@ -267,7 +274,13 @@ class Liveness:
             for name, silent_us in overdue.items()
         ]
 
-    def _hearing(self, silent: Mapping[str, int], overdue: Mapping[str, int], silence: Silence | None) -> Hearing:
+    def _hearing(
+        self,
+        late: Mapping[str, int],
+        silent: Mapping[str, int],
+        overdue: Mapping[str, int],
+        silence: Silence | None,
+    ) -> Hearing:
         """Return what deafness.py asks of this moment."""
 
         def back(since_us: int) -> int:
@@ -277,6 +290,7 @@ class Liveness:
         lost = self._lost_nodes if silence is not None and silence.are_lost else []
         return Hearing(
             up=len(self._up),
+            late=len(late),
             silent=len(silent),
             overdue=len(overdue),
             lost=len(lost),

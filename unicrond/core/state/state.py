@@ -290,6 +290,13 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The tasks that were hit."""
         return tuple(self.generations)
 
+    @property
+    def location(self) -> str:
+        """Say where it happened: on a worker, on a node, or between the head and all of them."""
+        if self.worker:
+            return f"worker {self.worker} on {self.node}"
+        return f"node {self.node}" if self.node else "the head"
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Each task's share (see unicrond.events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster.
