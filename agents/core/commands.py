@@ -71,6 +71,9 @@ def commanded(transition: Transition, delivery: Commanded) -> None:  # noqa: C90
     if 0 < command.agent_boot < transition.memory.since_boot:
         transition.answer(order, "stale: it was for an agent whose run directory is lost; that agent may have obeyed")
         return
+    if isinstance(command, StartWorker | CheckNode) and starting.is_void(transition, command):
+        transition.answer(order, starting.VOID)
+        return
     fence = (delivery.term, command.epoch)
     if fence < transition.memory.fence:
         term, epoch = transition.memory.fence

@@ -78,7 +78,10 @@ def take_inventory(transition: Transition, inventory: Inventory) -> None:
 def begin_adoption(transition: Transition, listed: frozenset[WorkerId]) -> None:
     """Wait `hello_wait_s` at most for the listed workers that are not connected."""
     for waiting in transition.memory.waiting_starts:
-        starting.arm_wait(transition, waiting.command.worker)
+        if starting.is_void(transition, waiting.command):
+            starting.give_up_start(transition, waiting, starting.VOID)
+        else:
+            starting.arm_wait(transition, waiting.command.worker)
     connected = {worker for worker, link in transition.state.links.items() if link.connected}
     transition.state = replace(transition.state, unheard=listed - connected)
     if transition.state.unheard:
@@ -106,6 +109,9 @@ def end_all_but(transition: Transition, listed: frozenset[WorkerId], cause: Exit
 def requeue(transition: Transition, record: WorkerRecord) -> None:
     """Let a start wait again whose Spawn was lost with the fork server or its connection."""
     transition.remember(workers={w: r for w, r in transition.memory.workers.items() if w != record.worker})
+    if record.starting and record.stop == "no" and starting.is_void(transition, record.starting.command):
+        transition.answer(record.starting.order, starting.VOID)
+        return
     if record.starting and record.stop == "no":
         transition.remember(waiting_starts=(record.starting, *transition.memory.waiting_starts))
         starting.arm_wait(transition, record.worker)

@@ -9,6 +9,8 @@ Commands
 * A start that has grown old (the node was away, and its commands waited for it) is refused as stale too.
 * So is a command for an agent of another run directory: that agent may have carried it out, and its workers no longer
   exist. A command for a newer agent than this one is left to that one, and this one ends (duplicate_agent.py).
+* A start or a check that was ordered from an earlier agent of the run directory, and has not begun, is void: the
+  coordinator has ordered anew since it read that this agent has joined.
 * A command that this version cannot read (a younger coordinator wrote it for a younger agent) is answered: it failed.
 * StartWorker: a worker id is spawned at most once, ever. A start waits, bounded, while a slot is about to
   become free or the fork server is being started; with neither in sight it fails at once.
@@ -20,6 +22,8 @@ Commands
 * CheckNode: one check at a time, and none by an old command; its outcome is NodeChecked, then the command is applied.
   A check that the agent's end cuts off is not reported: the coordinator hears of the next agent, and orders it again.
 * ProbeLinks: applied when the probes begin; what they find is LinksProbed, and comes later again if a peer gets well.
+* Stacks (stopping.py): those of a worker are read before it is killed by a StopWorker with `kill`, and those of all
+  members before a membership with `takes_stacks` reaches them.
 * StartWorkers is as many StartWorker; each of them is answered.
 
 Memberships
@@ -110,7 +114,7 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.core.transaction import Transition, newest_of
 from unicrond.agents.protocol.messages import ProcessExitAck
-from unicrond.events.vocabulary import LinksProbed, Observation, StepCommitted, WorkerExited
+from unicrond.events.vocabulary import LinksProbed, Observation, StacksTaken, StepCommitted, WorkerExited
 
 
 def resume(config: AgentConfig, memory: Remembered) -> AgentState:
@@ -158,7 +162,7 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             orders.unreadable(transition, agent_input)
         case Checked():
             orders.checked(transition, agent_input)
-        case LinksProbed():
+        case LinksProbed() | StacksTaken():
             transition.append(agent_input)
         case Drain(reason=reason, limit_s=limit_s):
             joining.drain(transition, reason, limit_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unicrond.agents.core import stopping
 from unicrond.agents.core.state import MAX_TASKS, TellWorker, WorkerRecord
 from unicrond.agents.core.transaction import Transition, newest_of
 from unicrond.agents.protocol.messages import GroupMembership
@@ -26,6 +27,8 @@ def decided(transition: Transition, event: MembershipDecided, term: int, warrant
         return
     generations = {**transition.state.leader_confirms, event.task: event.generation if event.leader_confirms else 0}
     transition.state = replace(transition.state, leader_confirms=newest_of(generations, MAX_TASKS))
+    if event.takes_stacks:
+        stopping.take_members_stacks(transition, event.task, event.generation)
     _keep(transition, event, seats, warrant)
 
 

@@ -17,7 +17,7 @@ from unicrond.agents.core.state import (
     WorkerRecord,
 )
 from unicrond.agents.core.transaction import MAX_TEXT, Transition
-from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, IterationCommitted, Quit
+from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, IterationCommitted, Quit, Stacks
 from unicrond.events.vocabulary import (
     AcceleratorReported,
     CheckpointSaved,
@@ -134,8 +134,8 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             commits.close_sum(transition, record.task)
             transition.change(record, completed=True)
             transition.append(message)
-        case Flight():
-            pass  # for a person: the shell has it
+        case Flight() | Stacks():
+            pass  # the shell has it
         case _:
             transition.append(message)
 

@@ -10,7 +10,14 @@ from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.task_users import refusal as users_refusal
 from unicrond.agents.protocol.messages import Launch, Spawn
 from unicrond.events.host.task_environment import refusal as variable_refusal
-from unicrond.events.vocabulary import StartWorker, TaskSpec, WorkerId, WorkerStarted
+from unicrond.events.vocabulary import CheckNode, StartWorker, TaskSpec, WorkerId, WorkerStarted
+
+VOID = "void: it was for an agent that has ended; the coordinator orders anew"
+
+
+def is_void(transition: Transition, command: StartWorker | CheckNode) -> bool:
+    """Return whether the command was for an earlier agent: when this one joins, the coordinator counts it as void."""
+    return 0 < command.agent_boot < transition.config.agent_boot
 
 
 def start(transition: Transition, command: StartWorker, order: PendingCommand) -> None:

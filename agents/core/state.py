@@ -28,6 +28,7 @@ from unicrond.events.vocabulary import (
     ProbeLinks,
     RepairNeed,
     SnapshotStored,
+    StacksTaken,
     StartWorker,
     WorkerBusy,
     WorkerId,
@@ -177,6 +178,8 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
     drain_s: float | None = None
     #: What the machine's keeper demands of the node; None: it has demanded nothing yet.
     machine: MachineSaw | None = None
+    #: Worker -> the generation that it was in when its stacks were ordered; the newest MAX_GONE.
+    stack_generations: dict[WorkerId, int] = {}
     #: Commands whose fault the shell is about to inject.
     injecting: dict[str, PendingCommand] = {}
     #: The command whose health check the shell runs.
@@ -347,7 +350,7 @@ class HandOver(_StateStruct, frozen=True, kw_only=True):
 Input: TypeAlias = (
     Commanded | LogDecision | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied
     | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked
-    | LinksProbed | Unreadable | Drain | LeaveNow | HandOver
+    | LinksProbed | StacksTaken | Unreadable | Drain | LeaveNow | HandOver
 )  # fmt: skip
 
 
@@ -397,6 +400,15 @@ class RunCheck(_StateStruct, frozen=True, kw_only=True):
     reason: str
 
 
+class TakeStacks(_StateStruct, frozen=True, kw_only=True):
+    """Read the stacks of these workers and answer with StacksTaken, within a bounded time (stack_keeper.py).
+    `processes`: worker -> pid. A SIGKILL to one of them waits until its stack is read."""
+
+    task: Name
+    generation: int
+    processes: dict[WorkerId, int]
+
+
 class Disconnect(_StateStruct, frozen=True, kw_only=True):
     """Close the connection of a worker that this agent did not start. `reason`: for the agent's log."""
 
@@ -422,5 +434,5 @@ class Finish(_StateStruct, frozen=True, kw_only=True):
 
 Action: TypeAlias = (
     Append | TellWorker | TellForkServer | ArmTimer | CopyState | InjectIntoNode | RunCheck | Disconnect | ForgetLog
-    | ProbeLinks | Finish
+    | ProbeLinks | TakeStacks | Finish
 )  # fmt: skip

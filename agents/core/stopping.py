@@ -1,15 +1,35 @@
-"""Stops workers: Quit, then SIGTERM, then SIGKILL. Rules: machine.py."""
+"""Stops workers: Quit, then SIGTERM, then SIGKILL; and orders the stacks of those that hang. Rules: machine.py.
+
+Rules of stacks
+---------------
+* A stack is read of each worker once per generation: a kill and a membership that ask for the same one come together.
+* The order precedes what moves the worker: the shell carries actions out in this order, and a worker reads its messages
+  in this order (trainer/process/channel.py). So nobody waits for a stack but the SIGKILL of its own process, for a
+  bounded time (stack_keeper.py).
+* A worker that no membership has named is looked at only where it is killed: it may hang while it starts.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from unicrond.agents.core import starting
-from unicrond.agents.core.state import ArmTimer, PendingCommand, TellForkServer, TellWorker, WorkerRecord
-from unicrond.agents.core.transaction import MAX_TEXT, Transition
+from unicrond.agents.core.state import (
+    MAX_GONE,
+    ArmTimer,
+    PendingCommand,
+    TakeStacks,
+    TellForkServer,
+    TellWorker,
+    WorkerRecord,
+)
+from unicrond.agents.core.transaction import MAX_TEXT, Transition, newest_of
 from unicrond.agents.protocol.messages import Kill, Quit
-from unicrond.events.vocabulary import StopWorker
+from unicrond.events.vocabulary import Name, StopWorker
 
 
 def stop_commanded(transition: Transition, command: StopWorker, order: PendingCommand) -> None:
@@ -23,6 +43,7 @@ def stop_commanded(transition: Transition, command: StopWorker, order: PendingCo
         return
     record = transition.change(record, stop_orders=(*record.stop_orders, order))
     if command.kill and record.stop != "kill":
+        take_stacks(transition, record.task, [record])
         press(transition, transition.change(record, stop="kill", stop_reason=command.reason))
     stop(transition, transition.memory.workers[command.worker], command.reason)
 
@@ -55,3 +76,30 @@ def press(transition: Transition, record: WorkerRecord) -> None:
         case _ as never:
             assert_never(never)
     transition.actions.append(ArmTimer(name="stop", key=worker, after_s=after_s))
+
+
+def take_members_stacks(transition: Transition, task: Name, generation: int) -> None:
+    """Order the stacks of the task's workers here that are in an older group than `generation`."""
+    records = [record for record in transition.memory.workers.values() if record.task == task and record.member]
+    take_stacks(transition, task, [record for record in records if 0 < record.generation < generation])
+
+
+def take_stacks(transition: Transition, task: Name, records: Iterable[WorkerRecord]) -> None:
+    """Order the stacks of these workers of one task, of those that have a process and were not looked at yet."""
+    generations = transition.state.stack_generations
+    targets = [
+        record
+        for record in records
+        if record.pid and not record.foreign and generations.get(record.worker) != record.generation
+    ]
+    if not targets:
+        return
+    generations = {**generations, **{record.worker: record.generation for record in targets}}
+    transition.state = replace(transition.state, stack_generations=newest_of(generations, MAX_GONE))
+    transition.actions.append(
+        TakeStacks(
+            task=task,
+            generation=max(record.generation for record in targets),
+            processes={record.worker: record.pid for record in targets},
+        )
+    )

@@ -6,11 +6,11 @@ Text that looks like a secret is masked; values of a task's secrets do not come 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from unicrond.agents.host.paths import worker_log
-from unicrond.agents.output.stacks import NoStacks, stacks
+from unicrond.agents.output.stacks import NoStacks, Questions, stacks
 from unicrond.agents.protocol.marks import Mark, now_us
 from unicrond.agents.protocol.messages import Flight
 from unicrond.events.host.masking import PATTERN_MASK, REACH_BYTES
@@ -36,22 +36,18 @@ def _no_marks(_: Name) -> Mapping[WorkerId, Mark]:
     return {}
 
 
-async def _no_flight(_: WorkerId) -> Flight:
-    return Flight(trouble="no flight recorder is asked here")
-
-
 async def answer(
     node: Name,
     logs: Path,
     pid_of: Callable[[WorkerId], int],
     body: bytes,
     marks_of: Callable[[Name], Mapping[WorkerId, Mark]] = _no_marks,
-    flight_of: Callable[[WorkerId], Awaitable[Flight]] = _no_flight,
+    questions: Questions | None = None,
 ) -> bytes:
     """Return the reply to a request, whatever its bytes are; read at most MAX_LOG_BYTES of one file.
 
     `pid_of` returns the pid of a worker's process, 0 where none runs; `marks_of` the marks of a task's workers that run
-    here; `flight_of` the content of a worker's flight recorder.
+    here; `questions` asks the workers themselves, None: nobody does.
     """
     try:
         request = decode_request(body)
@@ -60,12 +56,12 @@ async def answer(
     if request.marks:
         return encode(LogsReply(node=node, data=encode_marks(_worker_marks(marks_of(request.task), now_us()))))
     if request.flight:
-        flight = await flight_of(request.worker or "")
+        flight = await questions.flight(request.worker or "") if questions else Flight(trouble="no worker is asked")
         trouble = f"node {node}: {flight.trouble}"[:1024] if flight.trouble else ""
         return encode(
             LogsReply(node=node, worker=request.worker, data=encode_flight(flight.collectives), error=trouble)
         )
-    return encode(await _stacks(node, pid_of, request) if request.stacks else _read(node, logs, request))
+    return encode(await _stacks(node, pid_of, request, questions) if request.stacks else _read(node, logs, request))
 
 
 def _worker_marks(marks: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark]:
@@ -85,14 +81,23 @@ def _worker_marks(marks: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark
     ]
 
 
-async def _stacks(node: Name, pid_of: Callable[[WorkerId], int], request: LogsRequest) -> LogsReply:
+async def _stacks(
+    node: Name, pid_of: Callable[[WorkerId], int], request: LogsRequest, questions: Questions | None
+) -> LogsReply:
     pid = pid_of(request.worker) if request.worker is not None else 0
     if not pid:
         return LogsReply(node=node, worker=request.worker, error=f"worker {request.worker} does not run on node {node}")
     try:
         return LogsReply(node=node, worker=request.worker, data=await stacks(pid))
     except NoStacks as error:
-        return LogsReply(node=node, worker=request.worker, error=f"node {node}: {error}"[:1024])
+        trouble = f"node {node}: {error}"
+    try:
+        text = await questions.stacks(request.worker or "") if questions else ""
+    except NoStacks as error:
+        trouble, text = f"{trouble}; {error}", ""
+    if text:
+        return LogsReply(node=node, worker=request.worker, data=text.encode()[:MAX_LOG_BYTES])
+    return LogsReply(node=node, worker=request.worker, error=trouble[:1024])
 
 
 def _read(node: Name, logs: Path, request: LogsRequest) -> LogsReply:

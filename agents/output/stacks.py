@@ -1,11 +1,12 @@
-"""Reads what a worker is doing, for `unicronctl stacks`: its threads' stacks, and its flight recorder of collectives.
+"""Reads what a worker is doing: its threads' stacks, and its flight recorder of collectives.
 
 Rules
 -----
-* Stacks are read by `py-spy dump`, an extra of its own (`stacks`). py-spy reads another process's memory. Linux lets
-  root do that, and a process with the capability SYS_PTRACE; a plain user only where `kernel.yama.ptrace_scope` is 0.
-  The process is halted for some milliseconds.
-* The flight recorder's content is asked of the worker itself, which answers in a thread of its own.
+* Stacks are asked of the worker itself, which answers from a thread beside the main one, or read by `py-spy dump`, an
+  extra of its own (`stacks`), which shows processes that are stopped or keep the interpreter's lock, too. py-spy reads
+  another process's memory. Linux lets root do that, and a process with the capability SYS_PTRACE; a plain user only
+  where `kernel.yama.ptrace_scope` is 0. The process is halted for some milliseconds.
+* The flight recorder's content is asked of the worker itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from unicrond.agents.protocol.messages import Flight, Hello, TellFlight
+from unicrond.agents.protocol.messages import Flight, Hello, Stacks, TellFlight, TellStacks
 from unicrond.events.host.optional_dependencies import install_command
 from unicrond.events.queries.worker_queries import MAX_LOG_BYTES
 from unicrond.events.vocabulary import WorkerId
@@ -33,8 +34,8 @@ class NoStacks(Exception):
     """The stacks cannot be read; one line that says why, and the fix."""
 
 
-async def stacks(pid: int) -> bytes:
-    """Return the stacks of all threads of the process, at most MAX_LOG_BYTES. Raise NoStacks."""
+async def stacks(pid: int, timeout_s: float = _STACKS_TIMEOUT_S) -> bytes:
+    """Return the stacks of all threads of the process as py-spy shows them, at most MAX_LOG_BYTES. Raise NoStacks."""
     program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if program is None:
         raise NoStacks(f"py-spy is not on this node; {install_command('stacks')}")
@@ -42,10 +43,10 @@ async def stacks(pid: int) -> bytes:
         program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(_STACKS_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             out, err = await process.communicate()
     except TimeoutError:
-        raise NoStacks(f"py-spy gave no answer about process {pid} within {_STACKS_TIMEOUT_S:g} s") from None
+        raise NoStacks(f"py-spy gave no answer about process {pid} within {timeout_s:g} s") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -58,40 +59,72 @@ async def stacks(pid: int) -> bytes:
     return out[:MAX_LOG_BYTES]
 
 
-class Flights:
-    """Asks workers for the content of their flight recorders. `send` puts the question to a worker; the shell calls
-    `connected`, `disconnected` and `receive`."""
+def kernel_place(pid: int, proc: Path = Path("/proc")) -> str:
+    """Return in which function of the kernel the process's main thread waits, "" where the kernel does not say."""
+    try:
+        place = (proc / str(pid) / "wchan").read_text()
+    except OSError:
+        return ""
+    return place if place != "0" else ""
 
-    def __init__(self, send: Callable[[WorkerId, TellFlight], None]) -> None:
+
+class Questions:
+    """Asks workers for the content of their flight recorders, and for their stacks. `send` puts a question to a worker;
+    the shell calls `connected`, `disconnected` and `receive`."""
+
+    def __init__(self, send: Callable[[WorkerId, TellFlight | TellStacks], None]) -> None:
         self._send = send
-        self._able: set[WorkerId] = set()
-        self._waiting: dict[WorkerId, asyncio.Future[Flight]] = {}
+        self._able: dict[WorkerId, set[type[Flight | Stacks]]] = {}
+        self._waiting: dict[tuple[WorkerId, type[Flight | Stacks]], asyncio.Future[Flight | Stacks]] = {}
 
     def connected(self, hello: Hello) -> None:
-        """Note that a worker is connected; an older one does not understand the question."""
-        (self._able.add if hello.has_flight else self._able.discard)(hello.worker)
+        """Note that a worker is connected; an older one does not understand every question."""
+        able = self._able[hello.worker] = set()
+        if hello.has_flight:
+            able.add(Flight)
+        if hello.has_stacks:
+            able.add(Stacks)
 
     def disconnected(self, worker: WorkerId) -> None:
         """Note that the worker is no longer connected."""
-        self._able.discard(worker)
+        self._able.pop(worker, None)
+        for kind in (Flight, Stacks):
+            self._waiting.pop((worker, kind), None)
 
-    def receive(self, worker: WorkerId, flight: Flight) -> None:
+    def receive(self, worker: WorkerId, answer: Flight | Stacks) -> None:
         """Pass the worker's answer on; one that comes too late is dropped."""
-        waiting = self._waiting.get(worker)
+        waiting = self._waiting.pop((worker, type(answer)), None)
         if waiting is not None and not waiting.done():
-            waiting.set_result(flight)
+            waiting.set_result(answer)
 
-    async def ask(self, worker: WorkerId) -> Flight:
+    def send(self, worker: WorkerId, question: TellFlight | TellStacks) -> asyncio.Future[Flight | Stacks] | None:
+        """Send the question now, before whatever is sent later; return where the answer comes, None where none can."""
+        kind: type[Flight | Stacks] = Flight if isinstance(question, TellFlight) else Stacks
+        if kind not in self._able.get(worker, ()):
+            return None
+        waiting = self._waiting.get((worker, kind))
+        if waiting is None or waiting.done():
+            waiting = self._waiting[worker, kind] = asyncio.get_running_loop().create_future()
+        self._send(worker, question)
+        return waiting
+
+    async def flight(self, worker: WorkerId, timeout_s: float = FLIGHT_TIMEOUT_S) -> Flight:
         """Return the content of the worker's flight recorder, or why there is none."""
-        if worker not in self._able:
-            return Flight(trouble=f"worker {worker} does not run here, or is too old to tell")
-        waiting = self._waiting.setdefault(worker, asyncio.get_running_loop().create_future())
-        self._send(worker, TellFlight())
+        answer = await self._answer(self.send(worker, TellFlight()), timeout_s)
+        return answer if isinstance(answer, Flight) else Flight(trouble=f"worker {worker}: {answer}")
+
+    async def stacks(self, worker: WorkerId, timeout_s: float = FLIGHT_TIMEOUT_S) -> str:
+        """Return the stacks as the worker itself tells them. Raise NoStacks."""
+        answer = await self._answer(self.send(worker, TellStacks()), timeout_s)
+        if isinstance(answer, Stacks):
+            return answer.text
+        raise NoStacks(f"worker {worker}: {answer}")
+
+    async def _answer(self, waiting: asyncio.Future[Flight | Stacks] | None, timeout_s: float) -> Flight | Stacks | str:
+        if waiting is None:
+            return "it does not run here, or is too old to tell"
         try:
-            async with asyncio.timeout(FLIGHT_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(waiting)
         except TimeoutError:
-            return Flight(trouble=f"no answer within {FLIGHT_TIMEOUT_S:g} s: all threads of the worker stand still")
-        finally:
-            if self._waiting.get(worker) is waiting:  # not that of a later question
-                del self._waiting[worker]
+            return f"no answer within {timeout_s:g} s: all its threads stand still"

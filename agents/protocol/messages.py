@@ -54,6 +54,7 @@ from unicrond.events.vocabulary import (
     WorkerReady,
     WorkerWaiting,
 )
+from unicrond.events.vocabulary.stacks import StackText
 
 #: Exit codes of workers on which worker and agent agree.
 EXIT_NO_AGENT = 69
@@ -102,8 +103,9 @@ class Hello(WireMessage, frozen=True, kw_only=True):
     pid: Positive
     generation: Count
     ready: bool
-    #: It understands TellFlight.
+    #: It understands TellFlight; TellStacks.
     has_flight: bool = False
+    has_stacks: bool = False
 
 
 class IterationCommitted(WireMessage, frozen=True, kw_only=True):
@@ -129,6 +131,12 @@ class Flight(WireMessage, frozen=True, kw_only=True):
 
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
     trouble: Text = ""
+
+
+class Stacks(WireMessage, frozen=True, kw_only=True):
+    """(worker -> agent) where its threads stand, the main thread first."""
+
+    text: StackText
 
 
 # --- fork server -> agent, on a worker's connection ----------------------------------------------
@@ -199,6 +207,11 @@ class InjectIntoWorker(WireMessage, frozen=True, kw_only=True):
 
 class TellFlight(WireMessage, frozen=True, kw_only=True):
     """(agent -> worker) send the content of the flight recorder. Only to a worker whose Hello says that it can."""
+
+
+class TellStacks(WireMessage, frozen=True, kw_only=True):
+    """(agent -> worker) send the threads' stacks as they are before any later message takes effect. Only to a worker
+    whose Hello says that it can."""
 
 
 # --- agent -> fork server ------------------------------------------------------------------------
@@ -361,7 +374,7 @@ WorkerReport: TypeAlias = (
     | StragglerRecovered | CorruptionSuspected | CheckpointSaved | SaveFailed | SnapshotStored | StateLoaded
     | TaskCompleted | WorkerBusy | WorkerWaiting | StopRequested
 )  # fmt: skip
-FromWorker: TypeAlias = Hello | IterationCommitted | WorkerReport | Flight
-ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight
+FromWorker: TypeAlias = Hello | IterationCommitted | WorkerReport | Flight | Stacks
+ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight | TellStacks
 ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ProcessExitAck | Sum
 FromForkServer: TypeAlias = ProcessForked | SpawnFailed | ProcessExited | MemoryReserved | ReserveFailed | Inventory

@@ -8,8 +8,8 @@ Rules
 * At the end the duties stop first, NATS among them; then what they used, the workers' connections before the rest.
 * The workers outlive any failure of the agent.
 
-The keepers: process_keeper.py, memory_keeper.py, memberships.py, health_keeper.py, worker_output.py, node_queries.py,
-event_log_keeper.py, departure.py (signals and exit codes). What is decided: core/.
+The keepers: process_keeper.py, stack_keeper.py, memory_keeper.py, memberships.py, health_keeper.py, worker_output.py,
+node_queries.py, event_log_keeper.py, departure.py (signals and exit codes). What is decided: core/.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from importlib import metadata
 
@@ -36,12 +37,14 @@ from unicrond.agents.core.state import (
     Remembered,
     RunCheck,
     StateHeld,
+    TakeStacks,
 )
 from unicrond.agents.health.link_probe import LinkProber
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
     FromForkServer,
     GroupMembership,
+    Kill,
     ProcessExited,
     ReleaseMemory,
     ToForkServer,
@@ -61,6 +64,7 @@ from unicrond.agents.shell.process_keeper import KillWatch, ProcessKeeper
 from unicrond.agents.shell.progress_watch import MarkFiles
 from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
+from unicrond.agents.shell.stack_keeper import StackKeeper
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.vocabulary import ExitCause, NodeJoined, ProbeLinks, SnapshotStored, WorkerId
@@ -95,6 +99,7 @@ class Agent(Shell):
         self._health = HealthKeeper(self, options, run_dir, driver, self._processes)
         self._prober = LinkProber(options.node, options.address, self.feed)
         self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
+        self._stacks = StackKeeper(options.node, self._processes.questions, MarkFiles(run_dir.marks), self.feed)
         queries = NodeQueries(self, run_dir, self._processes, self._health)
         self._log = EventLogKeeper(self, options, run_dir, self._departure, queries)
 
@@ -149,6 +154,7 @@ class Agent(Shell):
             for task in (end, *duties):
                 task.cancel()
             await asyncio.gather(end, *duties, return_exceptions=True)
+            await self._stacks.close()
             await self._health.stop_watching()
             await self._processes.close()
             await self._output.close()
@@ -206,7 +212,11 @@ class Agent(Shell):
         self._processes.tell_worker(worker, message)
 
     def tell_fork_server(self, message: ToForkServer) -> None:
-        """Send the message; drop the states of a task whose memory is released."""
+        """Send the message; drop the states of a task whose memory is released. A SIGKILL waits for the stack of its
+        worker, where that is being read."""
+        if isinstance(message, Kill) and message.signal == signal.SIGKILL and self._stacks.is_reading(message.worker):
+            self._stacks.when_read(message.worker, lambda: self._processes.tell_fork_server(message))
+            return
         self._processes.tell_fork_server(message)
         if isinstance(message, ReleaseMemory):
             self._memory.drop(message.task)
@@ -226,6 +236,10 @@ class Agent(Shell):
     def probe(self, order: ProbeLinks) -> None:
         """Probe the links to other nodes, and feed LinksProbed."""
         self._prober.probe(order)
+
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Read the stacks, and feed StacksTaken."""
+        self._stacks.take(order)
 
     def disconnect(self, worker: WorkerId, reason: str) -> None:
         """Close a worker's connection."""

@@ -27,7 +27,7 @@ from unicrond.events.vocabulary import Name, WorkerId
 
 
 class NodeQueries:
-    """Answers the requests about one node. `processes` knows the flights of workers, `health` runs the checks."""
+    """Answers the requests about one node. `processes` asks workers, `health` runs the checks."""
 
     def __init__(self, shell: Shell, run_dir: RunDir, processes: ProcessKeeper, health: HealthKeeper) -> None:
         self._shell = shell
@@ -44,8 +44,8 @@ class NodeQueries:
             if self._health.begin_check(data, respond):
                 return
             with contextlib.suppress(Exception):  # a requester that has gone does not concern this agent
-                logs, flight = self._run_dir.logs, self._processes.ask_flight
-                await respond(await answer(node, logs, self._pid_of, data, self._marks_of, flight))
+                logs, questions = self._run_dir.logs, self._processes.questions
+                await respond(await answer(node, logs, self._pid_of, data, self._marks_of, questions))
 
         await connection.subscribe(logs_subject(node), on_request)
 

@@ -2,8 +2,8 @@
 
 Rules
 -----
-* What a process says goes to the shell in the order in which it comes; nothing is decided here. A flight alone, an
-  answer to a person, does not reach the core.
+* What a process says goes to the shell in the order in which it comes; nothing is decided here. Flights and stacks
+  alone, answers to questions, do not reach the core.
 * The fork server and its workers outlive the agent unless `retire` is called: `close` only ends connections.
 * A fork server that does not fit (fork_server_link.py) is renewed when its last worker has ended, after the core has
   heard of that end.
@@ -25,13 +25,14 @@ from unicrond.agents.core.state import WorkerDisconnected, WorkerSaid
 from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host import oom_kill_counts as kill_counts
 from unicrond.agents.host.task_users import not_separated, visible_environment
-from unicrond.agents.output.stacks import Flights
+from unicrond.agents.output.stacks import Questions
 from unicrond.agents.protocol.messages import (
     Flight,
     FromForkServer,
     FromWorker,
     Hello,
     ProcessExited,
+    Stacks,
     Sum,
     ToForkServer,
     ToWorker,
@@ -99,7 +100,8 @@ class ProcessKeeper:
             on_message=self._worker_said,
             on_disconnected=self._worker_disconnected,
         )
-        self._flights = Flights(self._sockets.send)
+        #: What workers are asked, and have not answered yet.
+        self.questions = Questions(self._sockets.send)
         self._link = ForkLink(
             run_dir,
             arguments=[
@@ -134,22 +136,18 @@ class ProcessKeeper:
         logger.error("%s: connection refused, %s", worker, reason)
         self._sockets.disconnect(worker)
 
-    async def ask_flight(self, worker: WorkerId) -> Flight:
-        """Return the content of the worker's flight recorder, or why there is none."""
-        return await self._flights.ask(worker)
-
     def _worker_connected(self, hello: Hello) -> None:
-        self._flights.connected(hello)
+        self.questions.connected(hello)
         self._shell.worker_connected(hello)
 
     def _worker_said(self, worker: WorkerId, message: FromWorker) -> None:
-        if isinstance(message, Flight):  # an answer to a person, of which the core knows nothing
-            self._flights.receive(worker, message)
+        if isinstance(message, Flight | Stacks):
+            self.questions.receive(worker, message)
         else:
             self._shell.feed(WorkerSaid(worker=worker, message=message))
 
     def _worker_disconnected(self, worker: WorkerId) -> None:
-        self._flights.disconnected(worker)
+        self.questions.disconnected(worker)
         self._shell.feed(WorkerDisconnected(worker=worker))
 
     # --- the fork server -------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from unicrond.agents.core.state import (
     RunCheck,
     Stalled,
     StateHeld,
+    TakeStacks,
     TellForkServer,
     TellWorker,
     TimerFired,
@@ -120,6 +121,10 @@ class Shell(ABC):
         """Probe the links to other nodes, and feed LinksProbed."""
 
     @abstractmethod
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Read the workers' stacks before a later message or signal moves them, and feed StacksTaken."""
+
+    @abstractmethod
     def disconnect(self, worker: WorkerId, reason: str) -> None:
         """Close a worker's connection."""
 
@@ -191,6 +196,8 @@ class Shell(ABC):
                 self.check(action)
             case ProbeLinks():
                 self.probe(action)
+            case TakeStacks():
+                self.take_stacks(action)
             case Disconnect(worker=worker, reason=reason):
                 self.disconnect(worker, reason)
             case ForgetLog():

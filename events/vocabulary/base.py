@@ -108,7 +108,8 @@ class BroadcastDecision(Decision, frozen=True, kw_only=True):
 class Command(Event, frozen=True, kw_only=True):
     """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id.
 
-    `agent_boot`: the agent that it is for. The next agents of its run directory may obey, and no others. 0: any.
+    `agent_boot`: the agent that it is for. The next agents of its run directory may obey, and no others; what starts a
+    worker or a check is void for them, too. 0: any.
     """
 
     is_decided: ClassVar[bool] = True

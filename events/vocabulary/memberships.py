@@ -69,6 +69,8 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
 
     `leader_confirms`: the first member's WorkerJoinedGroup says that all have met. Agents report no other member that
     keeps its state: of a large group that is one event instead of one per member. Joiners are reported as ever.
+
+    `takes_stacks`: the group before hangs. Agents read their workers' stacks before these leave it (StacksTaken).
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -86,6 +88,7 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     handover: bool = False
     stop: Text = ""
     leader_confirms: bool = False
+    takes_stacks: bool = False
 
     def sentence(self) -> str:
         """Say it in one sentence."""

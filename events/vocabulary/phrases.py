@@ -14,6 +14,11 @@ def count(number: int, singular: str, many: str | None = None) -> str:
     return f"{number} {singular if number == 1 else many or singular + 's'}"
 
 
+def abridge(names: Sequence[str], limit: int = 8) -> str:
+    """Name the first `limit` of them, and count the others."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
 def seconds(duration_us: int) -> str:
     """Say microseconds in seconds."""
     return f"{duration_us / 1e6:.3f} s"

@@ -34,6 +34,7 @@ from unicrond.events.vocabulary import (
     NodeRun,
     PlanAdopted,
     SeatRun,
+    StacksTaken,
     StartWorker,
     StartWorkers,
     TaskSpec,
@@ -41,6 +42,7 @@ from unicrond.events.vocabulary import (
     WorkerExited,
     workers_in,
 )
+from unicrond.events.vocabulary.phrases import task_of
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of
 from unicrond.events.wire.tolerance import set_aside
@@ -184,6 +186,14 @@ def _check_exit(_: Envelope, event: WorkerExited) -> None:
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
 
 
+def _check_stacks(_: Envelope, event: StacksTaken) -> None:
+    for number, worker in enumerate(event.workers):
+        if task_of(worker.worker) != event.task:
+            raise BadEvent(f"$.event.workers[{number}].worker: {worker.worker} is no worker of {event.task}")
+        if worker.stack > len(event.stacks):
+            raise BadEvent(f"$.event.workers[{number}].stack: {worker.stack} of {len(event.stacks)} stacks")
+
+
 def _check_workers(_: Envelope, event: PlanAdopted | MembershipDecided | MembershipPart) -> None:
     if workers_in(_runs(event)) > WORKERS_MAX:  # a few bytes stand for many
         raise BadEvent(f"$.event: more than {WORKERS_MAX} workers")
@@ -216,6 +226,7 @@ _RULES: tuple[tuple[tuple[type, ...], _Rule], ...] = (
     ((CoordinatorStarted,), _check_term),
     ((Command,), _check_command),
     ((WorkerExited,), _check_exit),
+    ((StacksTaken,), _check_stacks),
     ((PlanAdopted, MembershipDecided, MembershipPart), _check_workers),
     ((TaskSubmitted, StartWorker, StartWorkers), _check_spec),
 )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import CONFIG, NODE, Node, committed, membership, reporter, start, stop
+from tests.agents.node import CONFIG, NODE, Node, Process, committed, membership, reporter, start, stop
 from unicrond.agents.core.state import (
     Append,
     Appended,
@@ -757,11 +757,44 @@ def test_command_applies_to_its_agent_only(agent_boot: int) -> None:
         assert node.spawned == ["a.1"]
 
 
-def test_successor_obeys_command_for_predecessor_in_directory(node: Node) -> None:
+@pytest.mark.parametrize("has_come", ["not at all", "waits for a slot", "is being forked"])
+def test_start_ordered_from_predecessor_is_void(node: Node, has_come: str) -> None:
+    """The coordinator orders another one as soon as it reads that this agent has joined."""
+    command = replace(start("a.3", 3), agent_boot=1)
+    if has_come != "not at all":
+        if has_come == "waits for a slot":
+            running(node, "a.1", 1)
+            running(node, "a.2", 2)
+            node.command(stop("a.1", 4))
+        else:
+            node.boot()
+        node.command(command)
+    node.spawned.clear()
+    node.unforked.clear()
     node.restart_agent()
     node.boot()
-    node.command(replace(start("a.1", 1), agent_boot=1))
-    assert node.spawned == ["a.1"]
+    node.command(command)
+    assert node.answers(command.command_id)[0].startswith("void: it was for an agent that has ended")
+    assert not node.spawned
+    node.command(replace(start("a.4", 5), agent_boot=2))
+    if has_come == "waits for a slot":
+        node.die("a.1", EXIT_0)
+    assert node.spawned == ["a.4"]
+
+
+def test_start_that_predecessor_has_carried_out_is_applied(node: Node) -> None:
+    command = replace(start("a.1", 1), agent_boot=1)
+    node.boot()
+    node.command(command)
+    node.restart_agent()
+    node.unforked.clear()
+    node.processes["a.1"] = Process(pid=7, slot=0)  # the fork server had the order, its answer came to nobody
+    node.boot()
+    node.hello("a.1")
+    node.command(command)
+    assert set(node.answers(command.command_id)) == {""}
+    (joined,) = node.of(NodeJoined)[1:]
+    assert [worker.worker for worker in joined.workers] == ["a.1"]
 
 
 def test_newcomer_leaves_silently_before_reading_log() -> None:

@@ -11,15 +11,19 @@ from tests.integration.faulty_links import CASES, Outcome
 from tests.integration.namespaces import run_case, succeeds
 from unicrond.local.dev import HANG_FLOOR_S
 
+matrix = pytest.mark.matrix
 #: Opens a device in a network namespace, as link_relay.py does; fails where the kernel, or who runs this, cannot.
 _PROBE = """
 import fcntl, os, struct
 device = os.open("/dev/net/tun", os.O_RDWR)
 fcntl.ioctl(device, 0x400454CA, struct.pack("16sH14x", b"probe", 0x1001))
 """
-#: No more time without a step than this many time limits; whole so soon after the link is good again.
-LIMITS, WHOLE_S = 3, 10.0
-SILENT = [name for name in CASES if name.startswith("silent")]
+#: No more time without a step than this many time limits; whole so soon after the link is good again: probes that find
+#: it so, and the start of a worker on a busy machine.
+LIMITS, WHOLE_S = 3, 20.0
+#: The shortest one is in the plain suite.
+SHORT = "silent for 10 s"
+SILENT = [pytest.param(name, marks=() if name == SHORT else matrix) for name in CASES if name.startswith("silent")]
 
 
 def can_relay() -> bool:
@@ -27,7 +31,6 @@ def can_relay() -> bool:
 
 
 pytestmark = [
-    pytest.mark.matrix,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not can_relay(), reason="no network namespaces, or no /dev/net/tun, here"),
 ]
@@ -45,18 +48,21 @@ def test_task_leaves_one_end_of_a_silent_link(case: str, tmp_path: Path) -> None
     assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome
 
 
+@matrix
 def test_task_is_whole_after_a_node_was_silent(tmp_path: Path) -> None:
     outcome = run("node silent for 10 s", tmp_path)
     assert outcome.standstill_s <= LIMITS * float(HANG_FLOOR_S) and outcome.evicted == {"n3": 1}, outcome
     assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome
 
 
+@matrix
 def test_flapping_link_is_believed_later_each_time(tmp_path: Path) -> None:
     outcome = run("flapping", tmp_path)
     assert outcome.standstill_s <= LIMITS * float(HANG_FLOOR_S), outcome
     assert sum(outcome.evicted.values()) < CASES["flapping"].times and not outcome.isolated, outcome
 
 
+@matrix
 @pytest.mark.parametrize("case", ["loses 25 %", "3 Mbit/s"])
 def test_task_leaves_a_link_that_costs_more_than_it_brings(case: str, tmp_path: Path) -> None:
     outcome = run(case, tmp_path)

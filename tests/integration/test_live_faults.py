@@ -239,6 +239,8 @@ async def test_fault_row_heals_as_documented(live: Live, row: Row) -> None:
     assert incident.node == node and incident.worker == ("" if row.kind == "node_lost" else worker)
     assert row.says in incident.message and row.place in incident.place
     was, now = seats(before), seats(after)
+    if row.kind == "hang":
+        await check_stacks(live, incident.id, worker, set(was))
     assert was.keys() - now.keys() == {worker}
     assert all(was[name] == now[name] for name in was if name != worker), "the others went on as they were"
     nodes = {node for node, _ in now.values()}
@@ -251,6 +253,21 @@ async def test_fault_row_heals_as_documented(live: Live, row: Row) -> None:
         assert node not in nodes and len(nodes) == WORKERS
         assert node not in str(plans[0]["assignments"]), "a new plan without the node"
         assert isolated == ([] if row.kind == "node_lost" else [node])
+
+
+async def check_stacks(live: Live, incident: str, culprit: str, ranks: set[str]) -> None:
+    """The incident shows where all ranks stood: the others wait for the culprit, and are still alive."""
+
+    def stood(state: ClusterState) -> dict[str, str]:
+        known = next(one for one in state.closed_incidents if one.id == incident)
+        return {worker: place for place, workers in known.stacks.items() for worker in workers}
+
+    state = await live.until("all stacks are told", lambda s: set(stood(s)) == ranks)
+    places = stood(state)
+    assert all("waits in collective" in places[name] and ".py:" in places[name] for name in ranks - {culprit}), places
+    assert "its process is stopped" in places[culprit] or "in backward" in places[culprit], places
+    page = await live.run("unicronctl", "--url", live.dev.url, "story", "incident", incident)
+    assert "Where the workers stood:" in page and "File " in page
 
 
 @in_one_loop

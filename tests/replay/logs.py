@@ -119,6 +119,15 @@ def _troubles(scene: _Scene) -> None:
             **told, iteration_us=2_000_000, usual_us=1_000_000, slowest="", compute_us=9, others_us=0
         ),
     )
+    stack = v.WorkerStack(
+        worker=member.worker, phase="reduce", iteration=told["iteration"], collectives_entered=3, is_waiting=True,
+        still_us=4_000_000, collective="allreduce of gloo, group 1, number 3", reader="worker", stack=1,
+    )  # fmt: skip
+    text = 'Thread MainThread (most recent call first):\n  File "/srv/train.py", line 62, in reduce'
+    cluster.say(
+        host,
+        v.StacksTaken(node="n0", task=task, generation=told["generation"], workers=(stack,), stacks=(text,)),
+    )
     straggler = {"straggler": member.worker, "straggler_node": "n0", "rank": 0}
     cluster.say(
         host,

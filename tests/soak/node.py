@@ -19,6 +19,7 @@ from unicrond.agents.core.state import (
     NodeFaultInjected,
     Remembered,
     RunCheck,
+    TakeStacks,
     WorkerSaid,
 )
 from unicrond.agents.protocol.marks import Mark
@@ -417,6 +418,8 @@ class Node(Shell):
         self.feed(Checked(command_id=order.command_id, has_passed=True, duration_us=1000, detail="light"))
 
     def probe(self, order: ProbeLinks) -> None: ...
+
+    def take_stacks(self, order: TakeStacks) -> None: ...
 
     def disconnect(self, worker: str, why: str) -> None: ...
 

@@ -17,11 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unicrond.agents.output import stacks as flights
 from unicrond.agents.output.query_service import answer
-from unicrond.agents.output.stacks import Flights
+from unicrond.agents.output.stacks import NoStacks, Questions
 from unicrond.agents.protocol.framing import Unframer, frame
-from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, Launch, TellFlight
+from unicrond.agents.protocol.messages import (
+    Flight,
+    FromWorker,
+    Hello,
+    Launch,
+    Stacks,
+    TellFlight,
+    TellStacks,
+)
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.flight import read_flight
 from unicrond.events.queries.worker_queries import (
@@ -105,7 +112,7 @@ def test_odd_flight_entries_are_bounded() -> None:
 
 # --- from the worker to the agent ----------------------------------------------------------------
 
-HELLO = Hello(worker="t.1", task="t", pid=7, generation=0, ready=True, has_flight=True)
+HELLO = Hello(worker="t.1", task="t", pid=7, generation=0, ready=True, has_flight=True, has_stacks=True)
 
 
 @contextmanager
@@ -145,49 +152,67 @@ def test_worker_answers_flight_request_beside_main_thread(monkeypatch: pytest.Mo
     assert isinstance(told, Flight) and told.collectives[0].number == 17
 
 
-async def test_agent_waits_limited_time_for_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 0.05)
+def test_worker_tells_its_stacks_before_it_takes_the_next_message() -> None:
+    incoming: Unframer[FromWorker] = Unframer(FromWorker)
+    with agent_of_a_worker() as agent:
+        hello = next_of(agent, incoming)
+        assert isinstance(hello, Hello) and hello.has_stacks
+        agent.sendall(frame(TellStacks()) + frame(TellFlight()))
+        told = next_of(agent, incoming)
+    assert isinstance(told, Stacks) and "test_flight.py" in told.text.splitlines()[1]
+
+
+async def test_agent_waits_limited_time_for_flight() -> None:
     sent: list[str] = []
-    asking = Flights(lambda worker, _: sent.append(worker))
-    assert "too old" in (await asking.ask("t.1")).trouble and not sent
+    asking = Questions(lambda worker, _: sent.append(worker))
+    assert "too old" in (await asking.flight("t.1", 0.05)).trouble and not sent
     asking.connected(HELLO)
-    assert "stand still" in (await asking.ask("t.1")).trouble and sent == ["t.1"]
-    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 10)
-    both = [asyncio.create_task(asking.ask("t.1")) for _ in range(2)]
+    assert "stand still" in (await asking.flight("t.1", 0.05)).trouble and sent == ["t.1"]
+    both = [asyncio.create_task(asking.flight("t.1", 10)) for _ in range(2)]
     await asyncio.sleep(0)
     asking.receive("t.9", Flight())
     asking.receive("t.1", told := read_flight(double(entry())))
     assert [await one for one in both] == [told, told]
     asking.receive("t.1", told)  # late
     asking.disconnected("t.1")
-    assert "does not run here" in (await asking.ask("t.1")).trouble
+    assert "does not run here" in (await asking.flight("t.1", 10)).trouble
 
 
-async def test_finished_flight_request_takes_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asking = Flights(lambda *_: None)
+async def test_flights_and_stacks_are_answers_to_their_own_questions() -> None:
+    asking = Questions(lambda *_: None)
     asking.connected(HELLO)
-    tasks = []
-    for timeout_s in (0.02, 0.06):
-        monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", timeout_s)
-        tasks.append(asyncio.create_task(asking.ask("t.1")))
-        await asyncio.sleep(0)
-    await tasks[0]
-    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 10)
-    later = asyncio.create_task(asking.ask("t.1"))
-    await tasks[1]
+    flight, stacks = asyncio.create_task(asking.flight("t.1", 10)), asyncio.create_task(asking.stacks("t.1", 10))
+    await asyncio.sleep(0)
+    asking.receive("t.1", Stacks(text="here"))
     asking.receive("t.1", told := read_flight(double(entry())))
-    assert await later == told
+    assert (await flight, await stacks) == (told, "here")
+    with pytest.raises(NoStacks, match=r"worker t\.1: no answer within 0\.01 s"):
+        await asking.stacks("t.1", 0.01)
 
 
 async def test_flight_request_is_answered(tmp_path: Any) -> None:
     told = read_flight(double(entry()))
-
-    async def flight_of(worker: str) -> Flight:
-        return told if worker == "t.1" else Flight(trouble="worker t.2 does not run here")
+    asking = Questions(lambda worker, question: answers[type(question)](worker))
+    answers = {TellFlight: lambda worker: asking.receive(worker, told)}
+    asking.connected(HELLO)
 
     async def ask(worker: str) -> Any:
         body = encode(LogsRequest(task="t", worker=worker, flight=True))
-        return decode_reply(await answer("n1", tmp_path, lambda _: 0, body, flight_of=flight_of))
+        return decode_reply(await answer("n1", tmp_path, lambda _: 0, body, questions=asking))
 
     assert decode_flight((await ask("t.1")).data) == list(told.collectives)
-    assert (await ask("t.2")).error == "node n1: worker t.2 does not run here"
+    assert (await ask("t.2")).error.startswith("node n1: worker t.2: it does not run here")
+
+
+async def test_stacks_come_from_the_worker_where_py_spy_is_missing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    asking = Questions(lambda worker, _: asking.receive(worker, Stacks(text="where it stands")))
+    asking.connected(HELLO)
+    body = encode(LogsRequest(task="t", worker="t.1", stacks=True))
+    told = decode_reply(await answer("n1", tmp_path, lambda _: 7, body, questions=asking))
+    assert (told.data, told.error) == (b"where it stands", "")
+    asking.disconnected("t.1")
+    told = decode_reply(await answer("n1", tmp_path, lambda _: 7, body, questions=asking))
+    assert "py-spy is not on this node" in told.error and "does not run here" in told.error

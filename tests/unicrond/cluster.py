@@ -294,7 +294,10 @@ class MiniCluster:
     def _obey(self, host: Host) -> None:
         entry = host.commands.pop(0)
         command = entry.envelope.event
-        if isinstance(command, v.StartWorkers):
+        if isinstance(command, v.StartWorker | v.StartWorkers) and 0 < command.agent_boot < host.boot:
+            void = "void: it was for an agent that has ended"
+            self.say(host, v.CommandFailed(node=host.name, command_id=command.command_id, reason=void))
+        elif isinstance(command, v.StartWorkers):
             for start in starts(command):
                 self._start(host, start)
         elif isinstance(command, v.StartWorker):

@@ -37,6 +37,8 @@ class LinkedCluster(MiniCluster):
         #: Who never answers.
         self.mute: set[str] = set()
         self.watches: dict[tuple[str, str], str] = {}
+        #: Where agents that join from now on answer probes.
+        self.port = 9
         for number in range(nodes):
             self.add_host(f"n{number}")
         self.submit("t", max_workers=nodes, **spec)
@@ -46,7 +48,7 @@ class LinkedCluster(MiniCluster):
 
     def append(self, event: v.AnyEvent, producer: str, boot: int) -> RecordedEvent:
         return super().append(
-            replace(event, probe_port=9) if isinstance(event, v.NodeJoined) else event, producer, boot
+            replace(event, probe_port=self.port) if isinstance(event, v.NodeJoined) else event, producer, boot
         )
 
     def _obey(self, host: Host) -> None:
@@ -225,13 +227,20 @@ def test_a_flapping_link_needs_longer_each_time() -> None:
     assert patience == [0, 10 * SECOND_US, 20 * SECOND_US, 40 * SECOND_US]
 
 
-def test_a_new_agent_is_told_to_watch() -> None:
+def test_a_new_agent_is_told_to_watch_and_its_peer_to_watch_the_new_one() -> None:
+    """It answers probes at another port than the one before it."""
     cluster = LinkedCluster(9, nodes=3)
     cluster.cut("n0", "n1")
     before = len(cluster.said(v.ProbeLinks))
+    cluster.port = 10
     cluster.add_host("n1")
     cluster.run()
-    assert [event.node for event in cluster.said(v.ProbeLinks)[before:]] == ["n1"]
+    orders = {event.node: event.peers for event in cluster.said(v.ProbeLinks)[before:]}
+    assert {node: [(peer.node, peer.port) for peer in peers] for node, peers in orders.items()} == {
+        "n0": [("n1", 10)],
+        "n1": [("n0", 9)],
+    }
+    assert len(cluster.said(v.ProbeLinks)) == before + 2, "once"
 
 
 def test_a_forgotten_node_takes_its_links_along() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from unicrond.core.state.state import ClusterState, NodeStatus
@@ -150,18 +149,27 @@ def test_command_names_its_agent() -> None:
     assert [command.agent_boot for command in commands if isinstance(command, v.StopWorker)] == [2]
 
 
-@pytest.mark.parametrize("since", [0, 2])
-def test_command_for_agent_of_other_directory_is_void(since: int) -> None:
-    """`since`: the first agent of the run directory in which the second agent works; 0: it does not say."""
+@pytest.mark.parametrize("early_answer", [True, False])
+def test_start_ordered_from_predecessor_is_void(*, early_answer: bool) -> None:
+    """An agent is killed with a start that has not begun. `early_answer`: the next one says so before it has joined."""
     cluster = training(nodes=1, workers=1, slots=3)
-    start(cluster, "n1", "t.77")
-    joined = replace(said(cluster, v.NodeJoined)[-1], agent_boot=2, since_boot=since)
-    cluster.hosts["n1"].boot = 2
-    cluster.say(cluster.hosts["n1"], joined)
-    assert ("t.77" in cluster.state.tasks["t"].workers) is (since == 0)
+    command = start(cluster, "n1", "t.77")
+    host = cluster.hosts["n1"]
+    host.commands.clear()
+    void = v.CommandFailed(node="n1", command_id=command.command_id, reason="void: it was for an agent that has ended")
+    if early_answer:
+        host.boot += 1
+        cluster.say(host, void)
+        host.boot -= 1
+        assert "t.77" in cluster.state.tasks["t"].workers, "another would be ordered from the agent that has ended"
+    cluster.add_host("n1")
+    if not early_answer:
+        cluster.say(host, void)
+    assert "t.77" not in cluster.state.tasks["t"].workers
     start(cluster, "n1", "t.78")  # decided before the second agent was known
-    assert ("t.78" in cluster.state.tasks["t"].workers) is (since == 0)
+    assert "t.78" not in cluster.state.tasks["t"].workers
     assert cluster.state.tasks["t"].numbers.next_worker == 79, "no number is given twice"
+    assert is_unblamed(cluster) and cluster.state.tasks["t"].troubles.crashes is None
 
 
 @pytest.mark.parametrize(("boot", "address", "acts"), [(1, "", True), (2, "", False), (0, "10.9.9.9", False)])

@@ -24,6 +24,7 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.event_lines import EventLine
 from unicrond.display.tables import Table
 from unicrond.display.worth import achieved_now, planned_wafs, si, waf_in
+from unicrond.events.vocabulary.phrases import abridge, clean
 
 Facts: TypeAlias = dict[str, str]
 #: Incidents of a task or node that are shown; the log has them all.
@@ -212,6 +213,9 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
             f"{si(incident.detection_flop, 'FLOP')} detection, {si(incident.transition_flop, 'FLOP')} transition"
         )
     sections = [Section(f"incident {name}", facts)]
+    if incident.stacks:
+        places = [f"{abridge(workers)}: {clean(place)}" for place, workers in incident.stacks.items()]
+        sections.append(Section("where the workers stood", places))
     if incident.log_tail:
         sections.append(Section(f"last output of {incident.worker}", incident.log_tail.splitlines()))
     return [*sections, Section("more", [f"unicronctl story incident {name}"])]

@@ -21,6 +21,8 @@ from unicrond.events.vocabulary.phrases import EPOCH, clean, task_of
 from unicrond.events.vocabulary.placements import expand
 from unicrond.events.wire.envelope import RecordedEvent
 
+#: Of one stack in an account, the most recent calls.
+STACK_LINES = 24
 #: So many of the first lines of a bounded account are kept.
 FIRST_LINES = 40
 
@@ -123,6 +125,22 @@ def line_of(entry: RecordedEvent, remark: str) -> AccountLine:
     )
 
 
+def lines_of(entry: RecordedEvent, remark: str) -> list[AccountLine]:
+    """Return the lines of an entry: one, and of stacks those that show them."""
+    event = entry.envelope.event
+    if not isinstance(event, v.StacksTaken):
+        return [line_of(entry, remark)]
+    lines = [f"stacks of {event.task} on {event.node}:"]
+    lines += [f"  {worker.sentence()}{f' ({worker.trouble})' if worker.trouble else ''}" for worker in event.workers]
+    for number, text in enumerate(event.stacks, start=1):
+        names = ", ".join(worker.worker for worker in event.workers if worker.stack == number)
+        stack = text.splitlines()
+        lines += [f"  stack of {names}:", *(f"    {line}" for line in stack[:STACK_LINES])]
+        lines += [f"    and {len(stack) - STACK_LINES} more lines"] if len(stack) > STACK_LINES else []
+    first = AccountLine(entry.seq, f"  {clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(lines[0])}")
+    return [first, *(AccountLine(entry.seq, f"{'':25}{_clipped(line)}") for line in lines[1:])]
+
+
 def remark_of(entry: RecordedEvent, before: ClusterState, after: ClusterState) -> str:
     """Say what the entry meant, where its sentence does not."""
     event = entry.envelope.event
@@ -211,5 +229,9 @@ def _workers_by_node(assignments: Iterable[v.TaskAssignment]) -> dict[str, list[
 
 
 def _short(text: str, limit: int = 200) -> str:
-    line = clean(text)
+    return _clipped(clean(text), limit)
+
+
+def _clipped(line: str, limit: int = 200) -> str:
+    line = "".join(char if char.isprintable() else " " for char in line)
     return line if len(line) <= limit else line[: limit - 3] + "..."

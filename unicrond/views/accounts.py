@@ -21,16 +21,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from unicrond.core.folding.stacks import incident_of
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
-from unicrond.events.vocabulary.phrases import clean, format_time
+from unicrond.events.vocabulary.phrases import abridge, clean, format_time
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.views.account_lines import (
     AccountText,
     belongs_to_incident,
     belongs_to_plan,
-    line_of,
+    lines_of,
     nodes_of_plan_change,
     remark_of,
     tasks_of_plan_change,
@@ -194,13 +195,18 @@ class Accounts(View):
             for subject in subjects:
                 self._account(subject, before).add_steps(entry.seq, event)
             return
-        line, tasks = line_of(entry, remark_of(entry, before, self.state)), tuple(event.tasks_named())
+        lines, tasks = lines_of(entry, remark_of(entry, before, self.state)), tuple(event.tasks_named())
         for subject in subjects:
-            self._account(subject, before).add(line, tasks)
+            for line in lines if subject.kind == "incident" else lines[:1]:
+                self._account(subject, before).add(line, tasks)
 
     def _subjects_of(self, entry: RecordedEvent, before: ClusterState, incidents: Collection[str]) -> list[Subject]:
         event, epoch = entry.envelope.event, self.state.plan.epoch
-        lives = [self.incidents[name] for name in incidents]
+        lives = (
+            self._lives_of_stacks(event)
+            if isinstance(event, v.StacksTaken)
+            else [self.incidents[name] for name in incidents]
+        )
         subjects = [
             Subject("incident", life.incident.id)
             for life in lives
@@ -223,6 +229,15 @@ class Accounts(View):
             Subject("node", node) for node in sorted(nodes) if node in self.state.nodes or node in before.nodes
         ]
         return subjects + [Subject("task", task) for task in sorted(tasks) if task in self.state.tasks]
+
+    def _lives_of_stacks(self, event: v.StacksTaken) -> list[IncidentLife]:
+        """Return the incident that the stacks belong to, as it is now; it may have been closed before."""
+        incident = incident_of(self.state, event)
+        life = self.incidents.get(incident.id) if incident is not None else None
+        if incident is None or life is None:
+            return []
+        life.incident = incident
+        return [life]
 
     def _account(self, subject: Subject, before: ClusterState) -> AccountText:
         account = self._accounts.get(subject)
@@ -309,7 +324,8 @@ class Accounts(View):
     def _end_of_incident(self, life: IncidentLife) -> list[str]:
         incident = life.incident
         output = [f"  {clean(line)}" for line in incident.log_tail.splitlines()[-OUTPUT_LINES:]]
-        tail = ["", f"The last output of worker {incident.worker}:", *output] if output else []
+        tail = [*stood_lines(incident)]
+        tail += ["", f"The last output of worker {incident.worker}:", *output] if output else []
         if not life.last_seq:
             return [f"It is still open at entry {self.state.seq}.", *tail]
         whole_s = (incident.closed_us - life.first_us) / 1e6
@@ -330,6 +346,12 @@ def incident_title(incident: Incident) -> list[str]:
         f"Incident {incident.id}: {incident.kind}, SEV{incident.severity.value}, {incident.location}",
         clean(f"{incident.message}. It hit {hit or 'no task'}."),
     ]
+
+
+def stood_lines(incident: Incident) -> list[str]:
+    """Say where the workers of the incident's group stood when it hung; nothing where no stack was taken."""
+    lines = [f"  {abridge(workers)}: {clean(place)}" for place, workers in incident.stacks.items()]
+    return ["", "Where the workers stood:", *lines] if lines else []
 
 
 def _lost_work(incident: Incident) -> str:

@@ -38,14 +38,16 @@ from unicrond.agents.protocol.messages import (
     Launch,
     Quit,
     Reporter,
+    Stacks,
     TellFlight,
+    TellStacks,
     ToWorker,
 )
 from unicrond.agents.protocol.peers import message_for
 from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.agents.protocol.worker_line import Line
 from unicrond.agents.trainer.lifecycle.results import QuitRequested
-from unicrond.agents.trainer.process.flight import read_flight
+from unicrond.agents.trainer.process.flight import read_flight, read_stacks
 from unicrond.events.vocabulary import (
     CheckpointSaved,
     ErrorReported,
@@ -206,6 +208,7 @@ class AgentChannel:
             generation=self._generation,
             ready=self._ready,
             has_flight=True,
+            has_stacks=True,
         )
         repeated = [self._remembered[kind] for kind in _REPEATED if kind in self._remembered]
         repeated = [
@@ -280,6 +283,8 @@ class AgentChannel:
                     self.ordered_faults.append(message.fault)
                 elif isinstance(message, TellFlight):  # a library's lock must not hold up this thread
                     threading.Thread(target=lambda: self.send(read_flight()), name="flight", daemon=True).start()
+                elif isinstance(message, TellStacks):  # before the next message moves the main thread on
+                    self.send(Stacks(text=read_stacks()))
                 elif isinstance(message, Quit) and self._quit_reason is None:
                     self._quit_reason = message.reason
                     self._quit_at = time.monotonic()

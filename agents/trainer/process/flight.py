@@ -1,27 +1,41 @@
-"""Reads torch's flight recorders: the last collectives of this process, of gloo's groups and of NCCL's.
+"""Reads what this process is doing, from a thread beside the main one, which may hang: torch's flight recorders (the
+last collectives, of gloo's groups and of NCCL's), and where its threads stand.
 
 The recorder keeps them always (TORCH_FR_BUFFER_SIZE, 2000 entries), outside of Python; its JSON is read here, never its
-pickle. It is read from a thread beside the main one, which may hang in a collective. That of NCCL has only been read
+pickle. That of NCCL has only been read
 from a double: no test here has GPUs.
+
+Stacks are read in Python alone, which needs the interpreter's lock: a main thread that holds it (in a C extension that
+does not give it up) cannot be read so, nor can a stopped process; the agent then asks py-spy (agents/output/stacks.py).
+No values and no source lines are read: these may hold secrets, and a file system may hang as well.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import msgspec
 
 from unicrond.agents.protocol.messages import Flight
 from unicrond.events.queries.worker_queries import COLLECTIVES_MAX, Collective
+from unicrond.events.vocabulary.stacks import cut_stack
 
 #: library -> the function of torch._C._distributed_c10d that dumps its recorder; a build without NCCL lacks the second.
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 _SIZES_CHARS = 120
 _NAME_CHARS = 64
 _NUMBER_MAX = 2**53 - 1
+#: Innermost frames; of other threads than the main one.
+_FRAMES_MAX = 40
+_OTHER_FRAMES_MAX = 8
+_OTHERS_MAX = 6
+#: Threads of this package that wait by design.
+_OWN = frozenset({"agent-channel", "flight"})
 
 
 class _RecordedCollective(msgspec.Struct):
@@ -85,3 +99,29 @@ def _collective(entry: _RecordedCollective, library: str, now_ns: int) -> Collec
 
 def _count(number: int) -> int:
     return min(max(0, number), _NUMBER_MAX)
+
+
+def read_stacks(frames: Mapping[int, FrameType] | None = None) -> str:
+    """Return the stacks, the main thread's first, each with the most recent call first, cut to STACK_MAX_CHARS by whole
+    lines. `frames`: thread -> its innermost frame; None: those of now."""
+    frames = sys._current_frames() if frames is None else frames
+    main = threading.main_thread()
+    threads = [thread for thread in threading.enumerate() if thread is not main and thread.name not in _OWN]
+    lines: list[str] = []
+    for thread in (main, *threads[:_OTHERS_MAX]):
+        frame = frames.get(thread.ident or 0)
+        if frame is not None:
+            depth = _FRAMES_MAX if thread is main else _OTHER_FRAMES_MAX
+            lines += [f"Thread {thread.name} (most recent call first):", *_lines(frame, depth)]
+    if len(threads) > _OTHERS_MAX:
+        lines.append(f"and {len(threads) - _OTHERS_MAX} other threads")
+    return cut_stack("\n".join(lines))
+
+
+def _lines(frame: FrameType | None, depth: int) -> list[str]:
+    lines: list[str] = []
+    while frame is not None and len(lines) < depth:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
+        frame = frame.f_back
+    return [*lines, "  ..."] if frame is not None else lines

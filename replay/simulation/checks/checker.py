@@ -51,8 +51,9 @@ class InvariantChecker:
         self.strikes_max = 1
         #: What people bring: their tasks, and whether nothing but these may fail.
         self.people = PeopleRecord()
-        #: Whether no node has been heard for a while, by what is done to the network.
-        self.is_silent: Callable[[], bool] = lambda: False
+        #: Whether a node whose last beat came at that time of the log was cut off together with all others, which still
+        #: are.
+        self.silenced: Callable[[int], bool] = lambda _: False
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
@@ -128,10 +129,9 @@ class InvariantChecker:
         for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
             self.record_breach(rule, story)
         if envelope.term and envelope.term == before.term:
-            basis, is_silent = self.states[envelope.based_on], self.is_silent()
-            self.record_breach(
-                "deaf_heads_judge_nobody", judgement.deaf_heads_judge_nobody(basis, event, is_silent=is_silent)
-            )
+            basis = self.states[envelope.based_on]
+            story = judgement.deaf_heads_judge_nobody(basis, event, self.silenced)
+            self.record_breach("deaf_heads_judge_nobody", story)
         if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
             basis = self.states[envelope.based_on]
             story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.strikes_max)

@@ -4,7 +4,7 @@ function that returns the story of its breach, or "". `invariants.py` has the ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -157,11 +157,11 @@ def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], withi
     return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {demand[node]} could use it" for node in late)
 
 
-def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, *, is_silent: bool) -> str:
-    """Check a decision. `basis`: the state that it was decided in. `is_silent`: no node can have been heard for a
-    while."""
+def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, silenced: Callable[[int], bool]) -> str:
+    """Check a decision. `basis`: the state that it was decided in. `silenced`: whether a node whose last beat came then
+    was cut off together with all others, which still are."""
     up = sum(node.status is NodeStatus.UP for node in basis.nodes.values())
-    if is_silent and up >= 2 and isinstance(event, v.NodeLost):
+    if up >= 2 and isinstance(event, v.NodeLost) and silenced(event.evidence.beat_at_us):
         return f"{event.node} is lost, and none of {up} nodes is heard: {event.reason}"
     if basis.silence is not None and isinstance(event, _JUDGEMENTS):
         return f"decided while no node is heard: {event.sentence()}"

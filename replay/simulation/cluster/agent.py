@@ -25,6 +25,7 @@ from unicrond.agents.core.state import (
     NodeFaultInjected,
     Remembered,
     RunCheck,
+    TakeStacks,
     WorkerDisconnected,
     WorkerSaid,
 )
@@ -32,7 +33,7 @@ from unicrond.agents.protocol.messages import FromForkServer, FromWorker, Hello,
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, until_alone
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.shell import Shell
-from unicrond.events.vocabulary import MemoryService, ProbeLinks, SnapshotStored
+from unicrond.events.vocabulary import MemoryService, ProbeLinks, SnapshotStored, StacksTaken, WorkerStack
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of, spoken_schema, told_version
 from unicrond.replay.simulation.checks.checker import InvariantChecker
@@ -212,6 +213,12 @@ class SimulatedAgent(Shell):
     def probe(self, order: ProbeLinks) -> None:
         """Probe the links to the peers; see Shell."""
         self._prober.probe(order)
+
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Tell the stacks after a moment; see Shell."""
+        stacks = tuple(WorkerStack(worker=worker) for worker in order.processes)
+        event = StacksTaken(node=self.host.name, task=order.task, generation=order.generation, workers=stacks)
+        self.host.loop.call_later(self.host.rng.uniform(0.0, 2.0), self.feed, event)
 
     def disconnect(self, worker: str, reason: str) -> None:
         """Close the worker's connection; see Shell."""

@@ -26,8 +26,8 @@ EDGE_KINDS = tuple(
     if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.MaintenancePlanned, v.InjectionRequested)
     and kind.__name__ != "StopRequested"
 )
-#: After so long what was on its way has come, and a node that was silent before has been lost.
-_SILENT_S = 8.0
+#: A node that lives beats once in this time.
+_BEAT_US = 1_100_000
 #: Faults of the connections between nodes.
 _OF_LINKS = ("break_links", "cut_peers", "isolate", "sick_links")
 
@@ -318,17 +318,18 @@ def _cut_log(world: World, fault: SimulatedFault) -> None:
 def _all_silent(world: World, fault: SimulatedFault) -> None:
     """Cut all nodes off from the log at once, as a wrong password or name does; `head_anew`: the head begins anew
     meanwhile."""
-    since_s = world.loop.time()
+    since_us = world.log_clock.wall_us()
 
-    def is_silent() -> bool:
-        """Return whether no node can have been heard for as long as one may be silent."""
+    def silenced(beat_at_us: int) -> bool:
+        """Return whether a node whose last beat came then was cut off with all others, and all still are."""
         machines = [*world.hosts.values(), *(host.twin for host in world.hosts.values() if host.twin is not None)]
-        return world.loop.time() - since_s > _SILENT_S and all(host.link.cut for host in machines)
+        with_others = -_BEAT_US < beat_at_us - since_us < _BEAT_US
+        return with_others and all(host.link.cut for host in machines)
 
     for host in world.hosts.values():
         host.link.cut = True
         until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
-    world.checker.is_silent = is_silent
+    world.checker.silenced = silenced
     if fault.how == "head_anew":
         _crash_coordinator(world, replace(fault, how=""))
 

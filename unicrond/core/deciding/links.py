@@ -84,7 +84,8 @@ def _probe_group(batch: DecisionBatch, task: Task) -> None:
 
 
 def watch_links(batch: DecisionBatch) -> None:
-    """Have each bad link watched by the ends that find it so, with the patience that it has earned."""
+    """Have each bad link watched by the ends that find it so, with the patience that it has earned. An
+    agent that starts answers probes at another port than the one before it: then the other end is told anew."""
     state = batch.state
     for link in state.links.values():
         for end in link.conditions:
@@ -92,7 +93,7 @@ def watch_links(batch: DecisionBatch) -> None:
             patience_us = links.patience_us(link)
             if node is None or peer is None or node.status is not NodeStatus.UP or not peer.probe_port:
                 continue
-            if link.watches.get(end) != (node.agent.boot, patience_us):
+            if link.watches.get(end) != (node.agent.boot, peer.agent.boot, patience_us):
                 _order(batch, end, (peer.name,), patience_us=patience_us)
 
 

@@ -13,6 +13,9 @@ from unicrond.core.tasks.reshaping import change, is_in_place
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import cut, runs_of
 
+#: Kinds of incidents whose group stands still: where its members stand tells why.
+HANGS = frozenset({"hang", "collective_timeout"})
+
 
 def repair_membership(batch: DecisionBatch, task: Task) -> bool:
     """Decide the urgent membership that a broken group needs, and return whether one was decided."""
@@ -148,6 +151,7 @@ def set_membership(
         handover=handover,
         stop=task.ending.stop,
         leader_confirms=_lead_confirms(task, members, joiners),
+        takes_stacks=urgent and newest is not None and newest.kind in HANGS and not newest.resumed_us,
     )
     for event in split_decision(decision, batch.survey.policy.part_bytes):
         batch.add(event, audience.schemas)

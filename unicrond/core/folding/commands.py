@@ -26,7 +26,7 @@ def count_command(state: ClusterState, node: str) -> ClusterState:
 
 def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
     """Add a starting worker. A worker id that the task knows is not added again, nor is a worker whose command is void:
-    its agent is gone, and the run directory with it."""
+    its agent has ended, and another has joined since."""
     return _add_starting_worker(count_command(state, event.node), event)
 
 
@@ -48,7 +48,7 @@ def _add_starting_worker(state: ClusterState, event: v.StartWorker) -> ClusterSt
         next_replica=max(task.numbers.next_replica, event.replica + 1),
     )
     task, node = replace(task, numbers=numbers), state.nodes.get(event.node)
-    if node is not None and 0 < event.agent_boot < node.agent.since_boot:
+    if node is not None and 0 < event.agent_boot < node.agent.boot:
         return with_task(state, task)
     worker = Worker(
         worker=event.worker,
@@ -100,14 +100,16 @@ def _commanded(state: ClusterState, event: v.CommandApplied | v.CommandFailed) -
 def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
     """Remove the worker of a refused start, which is nobody's strike; learn the schema of an agent that cannot read the
     command."""
-    state = isolation.check_refused(state, event)
+    node = state.nodes.get(event.node)
+    # The next agent, which is about to join, finds what has not begun void; the head does so when it has joined.
+    is_void = node is not None and envelope.boot > node.agent.boot
+    state = isolation.check_refused(state, event) if not is_void else state
     if event.readable_schema:
         state, is_new = _learn_schema(state, event)
         if is_new:
             return _resend(state, event)
-    node = state.nodes.get(event.node)
     for task, worker in _commanded(state, event):
-        if worker.status is WorkerStatus.STARTING:
+        if worker.status is WorkerStatus.STARTING and not is_void:
             without = with_task(state, without_workers(task, [worker.worker]))
             # It leaves, or a start that was decided before its end was known came after it.
             if node is not None and (node.departure.announced or node.status is NodeStatus.LEFT):

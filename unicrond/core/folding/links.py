@@ -38,8 +38,9 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
         return state
     for peer in event.peers:
         link = links.get(link_key(event.node, peer.node))
-        if link is not None:
-            watches = link.watches | {event.node: (node.agent.boot, event.patience_us)}
+        if link is not None and peer.node in state.nodes:
+            boots = node.agent.boot, state.nodes[peer.node].agent.boot
+            watches = link.watches | {event.node: (*boots, event.patience_us)}
             links[link_key(*link.ends)] = replace(link, watches=watches)
     return replace(state, links=links)
 

@@ -32,7 +32,6 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         boot=event.agent_boot,
         version=event.version,
         schema=spoken_schema(event.version),
-        since_boot=event.since_boot,
     )
     node = Node(
         name=event.node,
@@ -68,7 +67,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     if old is not None and old.agent.boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
     planned = old is not None and old.left_on_purpose
-    void = old is not None and old.agent.boot < event.since_boot
+    void = old is not None and old.agent.boot != event.agent_boot
     state = _mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
     if old is not None and old.agent.schema > node.agent.schema:
         state = commands.resend_memberships(state, event.node)  # its new agent may not read what the old one was sent
@@ -87,8 +86,8 @@ def _reconcile_workers(
     state: ClusterState, event: v.NodeJoined, envelope: Envelope, *, planned: bool, void: bool
 ) -> ClusterState:
     """Compare the workers that the agent runs with those that the log expects on this node, and settle the difference.
-    `planned`: the agent before it has ended on purpose, and its workers with it. `void`: earlier commands do not count
-    any more."""
+    `planned`: the agent before it has ended on purpose, and its workers with it. `void`: it is another agent, which
+    starts nothing that was ordered from the one before."""
     alive = {running.worker for running in event.workers}
     missing: dict[str, list[str]] = {}
     before = state.by_node
@@ -96,8 +95,7 @@ def _reconcile_workers(
         dead = [
             w.worker
             for w in (task.workers[name] for name in before.of_task(event.node, task.name))
-            # A worker without a pid was commanded only: the command still waits for the agent. If the node was lost
-            # meanwhile, the worker keeps its slot until it has been ended: then another is started.
+            # A worker without a pid was commanded only: the command still waits for the agent, if it is the same one.
             if w.worker not in alive and (w.pid or void)
         ]
         never = [name for name in dead if not task.workers[name].pid]

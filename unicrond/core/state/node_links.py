@@ -11,8 +11,8 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `conditions`: end -> what it says of the way to the other one and back, of those that say anything bad; `took_us`:
     how long its probe took. `since_us`: since when it is bad, or was; `restored_us`: when it was found good again, 0:
     it is not. `times`: how often it has become bad, each time soon after it was good. `watches`: end -> the agent that
-    probes it again and again, and for how long it must be good to be believed (microseconds). `has_stopped_task`:
-    it has stopped a task, though something passes.
+    probes it again and again, the agent of the other end that answers, and for how long it must be good to be believed
+    (microseconds). `has_stopped_task`: it has stopped a task, though something passes.
     """
 
     first: str
@@ -22,7 +22,7 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     since_us: int = 0
     restored_us: int = 0
     times: int = 1
-    watches: dict[str, tuple[int, int]] = {}
+    watches: dict[str, tuple[int, int, int]] = {}
     has_stopped_task: bool = False
 
     @property

@@ -20,16 +20,14 @@ from unicrond.events.vocabulary.field_defaults import always
 
 
 class AgentIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`boot`: of the agent that joined last; `since_boot`: of the first agent of its run directory; commands for an
-    earlier one are void, 0: not known. `schema`: what it reads (events/wire/schemas.py); `unreadable_commands`:
-    commands that it could not, since it joined.
+    """`boot`: of the agent that joined last; what an earlier one was to start is void. `schema`: what it reads
+    (events/wire/schemas.py); `unreadable_commands`: commands that it could not, since it joined.
     """
 
     boot: int = msgspec.field(name="agent_boot")
     version: str = always("")
     schema: int = 1
     unreadable_commands: int = 0
-    since_boot: int = 0
 
 
 class Cordon(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

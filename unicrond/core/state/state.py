@@ -253,6 +253,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
     iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
     that no survivor could keep. `is_program_fault`: the task's own program is at fault, and no node pays for it.
+    `stacks`: of a group that hung, place -> the workers that stood there (folding/stacks.py).
     """
 
     id: str
@@ -284,6 +285,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     micro_batches_finished: dict[str, tuple[int, int]] = {}
     micro_batches_lost: int = 0
     is_program_fault: bool = False
+    stacks: dict[str, tuple[str, ...]] = {}
 
     @property
     def tasks(self) -> tuple[str, ...]:

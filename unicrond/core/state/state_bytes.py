@@ -125,7 +125,6 @@ NODE_FIELDS: tuple[str, ...] = (
     "health.repair_need",
     "users",
     "departure.announced",
-    "agent.since_boot",
     "cordon.until_return",
     "cordon.empty_by_us",
     "cordon.overdue",

@@ -1,0 +1,61 @@
+"""Where a worker's threads stand, as it tells it itself, and which line of that a person wants to see."""
+
+from __future__ import annotations
+
+import threading
+
+from unicrond.agents.trainer.process.flight import read_stacks
+from unicrond.events.vocabulary.stacks import STACK_MAX_CHARS, cut_stack, place_in_program
+
+OWN = """\
+Thread MainThread (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 355, in wait
+  File "/opt/unicrond/agents/trainer/groups/group.py", line 183, in reduce
+  File "/home/anna/train.py", line 62, in step
+Thread loader (most recent call first):
+  File "/home/anna/data.py", line 1, in load"""
+
+
+def stand(depth: int, stands: threading.Event, end: threading.Event) -> None:
+    if depth:
+        stand(depth - 1, stands, end)
+    else:
+        stands.set()
+        end.wait()
+
+
+def test_stacks_of_all_threads_are_read_with_the_main_thread_first() -> None:
+    stands, end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=stand, args=(20, stands, end), name="loader")
+    thread.start()
+    try:
+        assert stands.wait(10)
+        text = read_stacks()
+    finally:
+        end.set()
+        thread.join()
+    main, _, loader = text.partition("Thread loader (most recent call first):\n")
+    assert main.startswith("Thread MainThread (most recent call first):\n") and "in test_stacks_of_all" in main
+    assert loader.count("in stand") < 20 and "  ..." in loader.splitlines(), "other threads show their last calls"
+
+
+def test_long_stacks_are_cut_by_whole_lines() -> None:
+    text = "\n".join(f'  File "{"x" * 90}.py", line {n}, in f' for n in range(99))
+    cut = cut_stack(text)
+    assert len(cut) <= STACK_MAX_CHARS and cut.endswith("in f\n...") and text.startswith(cut[:-4])
+    assert cut_stack("short") == "short"
+
+
+def test_place_is_the_innermost_line_of_the_program_itself() -> None:
+    assert place_in_program(OWN) == "step (train.py:62)"
+    own = OWN.replace("/home/anna/train.py", "/opt/unicrond/agents/trainer/loop/loop.py")
+    assert place_in_program(own) == "reduce (group.py:183)", "of the loop's own frames the lock's is left out"
+    assert place_in_program("\n".join(OWN.splitlines()[:2])) == "wait (threading.py:355)"
+    assert place_in_program("") == "" and place_in_program("nothing of a stack") == ""
+
+
+def test_place_is_found_in_what_py_spy_prints() -> None:
+    text = (
+        'Process 7: python3\nPython v3.12\n\nThread 7 (idle): "MainThread"\n    step (train.py:62)\n    main (run.py:3)'
+    )
+    assert place_in_program(text) == "step (train.py:62)"

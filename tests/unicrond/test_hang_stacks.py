@@ -1,0 +1,99 @@
+"""Where the workers of a group that hung stood, in the incident and in its account."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.unicrond.cluster import MiniCluster, members, trained
+from tests.unicrond.test_hangs import suspect
+from unicrond.core.folding.stacks import PLACES_MAX, WORKERS_MAX
+from unicrond.core.replayer import steps
+from unicrond.events import vocabulary as v
+from unicrond.views.accounts import Accounts
+
+TEXT = """\
+Thread MainThread (most recent call first):
+  File "/home/anna/train.py", line 62, in reduce
+  File "x.py", line 1, in <module>"""
+
+
+def hang(cluster: MiniCluster) -> tuple[str, list[str]]:
+    """One of three members is stopped; return it and the others."""
+    culprit, *others = members(cluster)
+    suspect(cluster, culprit, is_stopped=True, is_waiting=False, phase="forward")
+    cluster.run()
+    return culprit, others
+
+
+def decided(cluster: MiniCluster) -> list[v.MembershipDecided]:
+    return [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.MembershipDecided)]
+
+
+def taken(cluster: MiniCluster, *workers: v.WorkerStack, texts: tuple[str, ...] = (TEXT,)) -> None:
+    event = v.StacksTaken(node="n0", task="big", generation=1, workers=workers, stacks=texts)
+    cluster.say(cluster.hosts["n0"], event)
+
+
+def waits(worker: str) -> v.WorkerStack:
+    return v.WorkerStack(
+        worker=worker, phase="reduce", iteration=4, collectives_entered=9, is_waiting=True, stack=1, reader="worker"
+    )
+
+
+def test_group_after_a_hang_has_the_stacks_taken() -> None:
+    cluster = trained(3)
+    before = len(decided(cluster))
+    hang(cluster)
+    after = decided(cluster)[before:]
+    assert [(event.urgent, event.takes_stacks) for event in after] == [(True, True), (False, False)]
+
+
+def test_group_after_a_death_takes_no_stacks() -> None:
+    cluster = trained(3)
+    worker = members(cluster)[0]
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[worker].node], worker)
+    cluster.run()
+    assert decided(cluster)[-1].generation > 1
+    assert not any(event.takes_stacks for event in decided(cluster))
+
+
+def test_closed_incident_shows_where_all_ranks_stood() -> None:
+    cluster = trained(3)
+    culprit, others = hang(cluster)
+    cluster.assert_whole()
+    (incident,) = cluster.state.closed_incidents
+    taken(cluster, *map(waits, others))
+    taken(cluster, v.WorkerStack(worker=culprit, phase="forward", iteration=4, is_stopped=True, trouble="no py-spy"))
+    (incident,) = cluster.state.closed_incidents
+    assert incident.stacks == {
+        "waits in collective 9 of iteration 4, at reduce (train.py:62)": tuple(others),
+        "in forward of iteration 4, its process is stopped": (culprit,),
+    }
+    accounts = Accounts()
+    for step in steps(cluster.log):
+        accounts.feed(step)
+    page = "\n".join(accounts.story("incident", incident.id).lines)
+    assert f"{culprit} stands in forward of iteration 4" in page and "no py-spy" in page
+    assert f"stack of {', '.join(others)}:" in page and 'File "/home/anna/train.py", line 62, in reduce' in page
+    assert f"Where the workers stood:\n  {others[0]}, {others[1]}: waits in collective 9" in page
+
+
+def test_stacks_of_no_incident_are_kept_in_the_log_alone() -> None:
+    cluster = trained(3)
+    before = cluster.state.closed_incidents, cluster.state.incidents
+    taken(cluster, waits(members(cluster)[0]))
+    assert (cluster.state.closed_incidents, cluster.state.incidents) == before
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 20)), max_size=150))
+def test_incident_is_bounded_whatever_the_stacks_are(places: list[tuple[int, int]]) -> None:
+    cluster = trained(3)
+    culprit, _ = hang(cluster)
+    for number, iteration in places:
+        stack = v.WorkerStack(worker=f"big.{number + 100}", iteration=iteration)
+        taken(cluster, stack, replace(stack, worker=culprit), texts=())
+    incident = (*cluster.state.closed_incidents, *cluster.state.incidents.values())[0]
+    assert len(incident.stacks) <= PLACES_MAX
+    assert all(0 < len(workers) <= WORKERS_MAX for workers in incident.stacks.values())
