@@ -9,6 +9,7 @@ Rules
   coordinator allows beside it.
 * Of a window are kept: all beats of the verdict's node; all of the coordinator's own, which distinguish a silent bus
   from a silent node; the last one of each other node, which shows whether most of them were silent.
+* Of the others, too, the first after each of the coordinator's own: they show that somebody was heard all the time.
 * Kept as well: the beat that the verdict names, and the one that stood last in the stream at that time. A crash of
   nats-server takes the newest beats back and gives their numbers anew; the second one shows that.
 """
@@ -104,6 +105,7 @@ def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[RecordedEvent]) ->
     selection: dict[tuple[int, int], RecordedEvent] = {}
     fresh: dict[str, RecordedEvent] = {}
     newest: RecordedEvent | None = None
+    is_after_own = False
 
     def keep(*chosen_beats: RecordedEvent) -> None:
         """Select these heartbeats."""
@@ -125,7 +127,9 @@ def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[RecordedEvent]) ->
         newest = beat
         event = beat.envelope.event
         node = event.node if isinstance(event, Heartbeat) else ""
-        if node in subjects or beat.seq in evidence_seqs:
+        is_first = node not in subjects and is_after_own
+        is_after_own = node == COORDINATOR or (is_after_own and not is_first)
+        if node in subjects or is_first or beat.seq in evidence_seqs:
             keep(beat)
         elif node:
             fresh[node] = beat

@@ -18,7 +18,6 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.checks import invariants as rules
-from unicrond.replay.simulation.checks import judgement
 from unicrond.replay.simulation.checks.invariants import Violation
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
@@ -51,9 +50,6 @@ class InvariantChecker:
         self.strikes_max = 1
         #: What people bring: their tasks, and whether nothing but these may fail.
         self.people = PeopleRecord()
-        #: Whether a node whose last beat came at that time of the log was cut off together with all others, which still
-        #: are.
-        self.silenced: Callable[[int], bool] = lambda _: False
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
@@ -128,10 +124,6 @@ class InvariantChecker:
             self.record_breach("types_stay_apart", rules.types_stay_apart(basis, event))
         for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
             self.record_breach(rule, story)
-        if envelope.term and envelope.term == before.term:
-            basis = self.states[envelope.based_on]
-            story = judgement.deaf_heads_judge_nobody(basis, event, self.silenced)
-            self.record_breach("deaf_heads_judge_nobody", story)
         if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
             basis = self.states[envelope.based_on]
             story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.strikes_max)

@@ -329,7 +329,7 @@ def _all_silent(world: World, fault: SimulatedFault) -> None:
     for host in world.hosts.values():
         host.link.cut = True
         until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
-    world.checker.silenced = silenced
+    world.checker.people.silenced = silenced
     if fault.how == "head_anew":
         _crash_coordinator(world, replace(fault, how=""))
 

@@ -45,8 +45,8 @@ def silence_ended(state: ClusterState, event: v.SilenceEnded, _: Envelope) -> Cl
     """Record that the head hears its nodes again. The workers of those that are lost by now are lost with them."""
     if state.silence is None:
         return state
-    lost = [name for name, node in state.nodes.items() if node.status is NodeStatus.LOST]
-    for name in lost if state.silence.are_lost else ():
+    away = [name for name, node in state.nodes.items() if node.status is NodeStatus.LOST]
+    for name in away if state.silence.are_lost else ():
         state = lose_in_silence(state, live_workers(state, name))
         state = lose_workers(state, name, type(event))
     return replace(state, silence=None)

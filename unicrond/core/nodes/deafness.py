@@ -29,21 +29,21 @@ Phase: TypeAlias = Literal["judges", "waits", "holds", "loses", "ends"]
 
 
 class Hearing(NamedTuple):
-    """What is heard at one moment. `up`: the number of nodes that are up; `silent`: of these, those that are silent for
-    longer than a node may be; `late`: those that have missed a beat; `overdue`: those that are silent for longer than
-    nodes may be when most are. `lost`: those that were lost in the silence. `back`: counts those that are heard, and
-    were not before a time."""
+    """Counts what is heard at one moment. `up`: the number of nodes that are up; `silent`: of these, those that are
+    silent for longer than a node may be; `late`: those that have missed a beat; `overdue`: those that are silent for
+    longer than nodes may be when most are. `absent`: those that were lost in the silence. `back`: counts those that are
+    heard, and were not before a time."""
 
     up: int
     late: int
     silent: int
     overdue: int
-    lost: int
+    absent: int
     back: Callable[[int], int]
 
 
 class Deafness:
-    """Whether the head is deaf: private mutable state of a Liveness."""
+    """Tells whether the head is deaf: private mutable state of a Liveness."""
 
     def __init__(self, return_us: int, hold_us: int) -> None:
         """Take the time that others have to come back after the first, and how long a silence of all is held."""
@@ -55,37 +55,44 @@ class Deafness:
         self._has_ended = False
 
     def look(
-        self, hearing: Hearing, now_us: int, *, from_us: int, attended_us: Callable[[int], int], held: bool, lost: bool
+        self,
+        hearing: Hearing,
+        now_us: int,
+        *,
+        from_us: int,
+        attended_us: Callable[[int], int],
+        is_held: bool,
+        is_lost: bool,
     ) -> Phase:
         """Return what the moment calls for. `from_us`: since when this coordinator listens; `attended_us`: the time
-        that it has listened since a given one. `held`: a silence stands in the log; `lost`: its nodes were lost
+        that it has listened since a given one. `is_held`: a silence stands in the log; `is_lost`: its nodes were lost
         since."""
-        self._has_ended &= held
-        if self._has_ended or not hearing.up + hearing.lost:
-            return self._end(held=held)
+        self._has_ended &= is_held
+        if self._has_ended or not hearing.up + hearing.absent:
+            return self._end(is_held=is_held)
         if self._since_us is None:
-            if held:
+            if is_held:
                 self._since_us = from_us
             elif hearing.silent and 2 <= hearing.up == hearing.late:
                 self._since_us = now_us
             else:
                 return "judges"
         back = hearing.back(self._since_us)
-        self._is_sure |= held or hearing.silent == hearing.up
+        self._is_sure |= is_held or hearing.silent == hearing.up
         if back and not self._is_sure:
-            return self._end(held=held)
+            return self._end(is_held=is_held)
         if not back:
             self._first_us = None
-            if not held:
+            if not is_held:
                 return "holds" if hearing.overdue == hearing.up else "waits"
-            return "loses" if not lost and attended_us(self._since_us) > self._hold_us else "waits"
+            return "loses" if not is_lost and attended_us(self._since_us) > self._hold_us else "waits"
         if self._first_us is None:
             self._first_us = now_us
-        if back < hearing.up + hearing.lost and attended_us(self._first_us) <= self._return_us:
+        if back < hearing.up + hearing.absent and attended_us(self._first_us) <= self._return_us:
             return "waits"
-        return self._end(held=held)
+        return self._end(is_held=is_held)
 
-    def _end(self, *, held: bool) -> Phase:
+    def _end(self, *, is_held: bool) -> Phase:
         self._since_us = self._first_us = None
-        self._is_sure, self._has_ended = False, held
-        return "ends" if held else "judges"
+        self._is_sure, self._has_ended = False, is_held
+        return "ends" if is_held else "judges"

@@ -162,7 +162,8 @@ class Liveness:
 
     @property
     def late_us(self) -> int:
-        """After this time without a beat a node is late: at the limit of the first of those that fall silent together,
+        """Return the time after which a node without a beat is late. When the first of those that fall silent together
+        is at its limit, the others are late at least."""Return the time after which a node without a beat is late: at the limit of the first of those that fall silent together,
         the others are late at least."""
         return self.heartbeat_us * 5 // 4
 
@@ -249,8 +250,8 @@ class Liveness:
             now_us,
             from_us=self._grace_from_us,
             attended_us=lambda since_us: self.attended_us(since_us, now_us),
-            held=silence is not None,
-            lost=silence is not None and silence.are_lost,
+            is_held=silence is not None,
+            is_lost=silence is not None and silence.are_lost,
         )
         if phase in ("judges", "loses"):
             return [*self._losses(overdue, limit_us), *returned]
@@ -287,13 +288,13 @@ class Liveness:
             """Count the nodes that were heard after that time, and still are."""
             return sum(self._signs_us.get(name, 0) > since_us and name not in silent for name in self._up)
 
-        lost = self._lost_nodes if silence is not None and silence.are_lost else []
+        absent = self._lost_nodes if silence is not None and silence.are_lost else []
         return Hearing(
             up=len(self._up),
             late=len(late),
             silent=len(silent),
             overdue=len(overdue),
-            lost=len(lost),
+            absent=len(absent),
             back=back,
         )
 
