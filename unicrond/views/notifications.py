@@ -4,6 +4,7 @@
 |---|---|
 | `task_failed` | a task has failed |
 | `crash_looping` | a task's program has failed for the second time since it was calm; once until it is calm again |
+| `local_fault` | a task's program has failed on one node alone, and trains elsewhere; once until that is forgotten |
 | `sev1` | an incident is of SEV1, or has become so |
 | `isolated` | a node has been isolated |
 | `no_progress` | a task that has workers in the plan has committed nothing for `no_progress_s` |
@@ -11,6 +12,7 @@
 | `takeover` | a coordinator has taken over from another |
 | `no_spare` | the last free slot is in use, while the plan lacks workers that a healthy cluster would have |
 | `link` | nothing passes between two nodes, or it takes long, by both nodes' word |
+| `held` | a decision is held by a brake: a person is needed; and when that is over |
 | `refused` | an isolated node has failed its health check or its repair |
 
 Rules
@@ -32,14 +34,16 @@ from typing import Literal, NamedTuple, TypeAlias
 from unicrond.core.faults import links
 from unicrond.core.faults.program_faults import is_looping, looping_text
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes import brakes
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.ordered_map import changed
-from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
+from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus
 from unicrond.events import vocabulary as v
 
 Rule: TypeAlias = Literal[
     "task_failed",
     "crash_looping",
+    "local_fault",
     "sev1",
     "isolated",
     "no_progress",
@@ -47,6 +51,7 @@ Rule: TypeAlias = Literal[
     "takeover",
     "no_spare",
     "link",
+    "held",
     "refused",
 ]
 Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
@@ -85,6 +90,11 @@ def step_notices(step: LogStep) -> list[Notice]:
                     (f"unicron-replay story node {event.node} --nats URL", f"unicronctl uncordon {event.node}"),
                 )
             )
+        case v.DecisionHeld() if event.key in after.holds:
+            remedies = (brakes.remedy(after.holds[event.key]), "unicronctl status")
+            notices.append(Notice(f"hold:{event.key}", "held", "critical", event.sentence(), event.reason, remedies))
+        case v.HoldLifted() if event.key in before.holds:
+            notices.append(Notice(f"hold:{event.key}", "held", "info", event.sentence(), is_over=True))
         case v.NodeReadmitted() if _is_isolated(before, event.node) and not _is_isolated(after, event.node):
             title = f"node {event.node} works again"
             notices.append(Notice(f"node:{event.node}", "isolated", "info", title, event.reason, is_over=True))
@@ -191,6 +201,19 @@ def _crash_notices(before: ClusterState, after: ClusterState) -> Iterator[Notice
         elif was and not is_now:
             title = f"task {name} is crash-looping no more"
             yield Notice(f"crash:{name}", "crash_looping", "info", title, is_over=True)
+        yield from _local_fault_notices(name, old, task)
+
+
+def _local_fault_notices(name: str, old: Task | None, task: Task | None) -> Iterator[Notice]:
+    """Yield a notice for each node on which alone the task's program has failed, and for each that is forgiven."""
+    was, now = (version.troubles.local_faults if version is not None else {} for version in (old, task))
+    for node in sorted(now.keys() - was.keys()):
+        title = f"task {name} has failed on {node} alone"
+        commands = f"unicronctl describe node {node}", f"unicronctl logs {name}"
+        yield Notice(f"local:{name}:{node}", "local_fault", "warning", title, now[node].text, commands)
+    for node in sorted(was.keys() - now.keys()):
+        title = f"nothing of task {name} is held against {node} any more"
+        yield Notice(f"local:{name}:{node}", "local_fault", "info", title, is_over=True)
 
 
 def _spares(state: ClusterState) -> list[Notice]:

@@ -16,7 +16,10 @@ faults/blame.py)
   (`waits_for_restart`).
 * Ends of unknown cause speak against a node only if they follow the node and not the program: the task trains
   elsewhere, or members that stood elsewhere at that time still stand. Else the task is first tried on another node,
-  where one has room (`program_faults.avoided_nodes`), and where none has, it goes on here until it fails.
+  where one has room (`program_faults.avoided_nodes`), and where none has, it goes on here until it fails. Though others
+  train, a node is isolated only after that trial, where the plan has another one for it (`_is_tried_elsewhere`).
+* What a program fails by on one node alone isolates the node where another task, or another loss that is not finite,
+  says the same (faults/local_faults.py).
 * A node on which members of the task train is not isolated for workers that end there: the members show that the
   node works. New workers there wait for the next step instead.
 * Nor is it isolated for broken connections while the task makes progress, unless the blame is clear, or one of two
@@ -27,6 +30,7 @@ faults/blame.py)
 * Where probes say that nothing passes between two of the members, nobody is given up for broken connections: the task
   goes on without one end (faults/links.py).
 * A task that makes progress is not failed, whichever workers end.
+* Isolations, and evictions on suspicion, pass the brakes (nodes/brakes.py); what they hold is decided again each time.
 
 What does not live here: the decisions that carry a response out (memberships.py, worker_placement.py, plans.py,
 nodes.py), what it does to the state (folding/responses.py).
@@ -38,9 +42,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.faults import blame, links
+from unicrond.core.faults import blame, links, local_faults
 from unicrond.core.faults.program_faults import number_of, occurrences, training_nodes
 from unicrond.core.faults.severity import severity_of
+from unicrond.core.nodes import brakes
+from unicrond.core.nodes.brakes import SUSPICIONS
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.policy import Policy
@@ -130,7 +136,10 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         broke = severity_of(incident.kind, state.severity) is Severity.SEV3
         if broke and incident.generations.get(task.name) not in task.in_use:
             return  # it only reported a break that a newer group has replaced; the plan moves it off an isolated node
-        yield Eviction(worker, incident.severity, f"it reported {incident.kind} and still runs")
+        if incident.kind not in SUSPICIONS:
+            yield Eviction(worker, incident.severity, f"it reported {incident.kind} and still runs")
+        elif not is_refuted(task, incident):
+            yield Eviction(worker, incident.severity, "it still runs")
     elif links.explain(state, task):
         return  # what the links' probes say is better evidence than who reported what
     elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
@@ -138,6 +147,13 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]
         for suspect, cause in suspects:
             yield Eviction(suspect, Severity.SEV2, f"{again}; {cause}")
+
+
+def is_refuted(task: Task, incident: Incident) -> bool:
+    """Return whether a worker that was suspected, and not given up, has gone on: its group has made a step since."""
+    worker = task.workers.get(incident.worker)
+    lives = worker is not None and worker.alive and task.progress.committed_generation == task.generation
+    return incident.kind == "hang" and lives and task.progress.last_commit_us > incident.detected_us
 
 
 def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
@@ -182,12 +198,15 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
     """Yield the nodes to isolate, each with the reason: those that return from loss too often, have SEV1 incidents or
     are proven at fault, if others remain; and those that are expected to fail, if they can be spared."""
     state, policy = survey.state, survey.policy
-    faults = [fault for task in state.active for fault in _faulty_nodes(state, task, policy)]
+    faults = [fault for task in state.active for fault in _faulty_nodes(survey, task)]
+    faults += local_faults.accused_nodes(state)
     if not _has_other_node(state, {node for node, _ in faults}):
         faults = []
     window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
-    accused = {node for node, _ in faults} | {incident.node for incident in blamed}
+    holds = {node: hold for node in brakes.held_nodes(state) if (hold := brakes.isolation_hold(state, node))}
+    broken_nodes = [node for node, hold in holds.items() if hold.cause == "hardware"]
+    accused = {node for node, _ in faults} | {incident.node for incident in blamed} | {*broken_nodes}
     flaps_max = policy.flaps_max
     candidates = dict.fromkeys([*survey.nodes.returned, *survey.nodes.foretold, *accused])
     for name in in_order(state.nodes, [name for name in candidates if name in state.nodes]):
@@ -201,17 +220,21 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
             reasons.append(f"flapping: lost and returned {occurrences(len(flaps))} within {policy.flap_window_s:g} s")
         if node.health.failure_forecast and _can_spare(survey, node):
             reasons.append(f"its failure is expected: {node.health.failure_forecast}")
+        elif node.name in broken_nodes:
+            reasons.append(holds[node.name].reason)
         if reasons:
             yield node.name, reasons[0]
 
 
-def _faulty_nodes(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
+def _faulty_nodes(survey: Survey, task: Task) -> Iterator[tuple[str, str]]:
     """Yield the nodes that the task's failures accuse, and the reason; none that something else explains as well."""
+    state, policy = survey.state, survey.policy
     failing, troubles = _failing_nodes(state, task, policy), task.troubles
     if failing and (len(failing) == 1 or _makes_progress(task)):
         training = training_nodes(task)
         for node in failing:
-            if node not in training and (_makes_progress(task) or _has_witness(task, node)):
+            stands = _makes_progress(task) or _has_witness(task, node)
+            if node not in training and stands and _is_tried_elsewhere(survey, task, node):
                 times_failed = occurrences(troubles.strikes[node])
                 yield node, f"workers of {task.name} ended here {times_failed} without a committed step"
     unclear = [node for node, times in troubles.unclear_breaks.items() if times >= policy.strikes_max]
@@ -234,6 +257,16 @@ def _has_witness(task: Task, node: str) -> bool:
         worker.status is WorkerStatus.MEMBER and worker.node != node and number_of(worker) < below
         for worker in task.workers.values()
     )
+
+
+def _is_tried_elsewhere(survey: Survey, task: Task, node: str) -> bool:
+    """Return whether a worker that was started after the last one ended here trains elsewhere, or no other node has
+    room for it: then the plan, which avoids the node, has it here still."""
+    below = task.troubles.struck_below.get(node, 0)
+    if any(worker.status is WorkerStatus.MEMBER and number_of(worker) >= below for worker in task.workers.values()):
+        return True
+    assignment = survey.state.plan.assignments.get(task.name)
+    return survey.fresh and (assignment is None or any(node in nodes for nodes in assignment.replicas))
 
 
 def _can_try_elsewhere(state: ClusterState, task: Task) -> bool:

@@ -163,8 +163,7 @@ class Liveness:
     @property
     def late_us(self) -> int:
         """Return the time after which a node without a beat is late. When the first of those that fall silent together
-        is at its limit, the others are late at least."""Return the time after which a node without a beat is late: at the limit of the first of those that fall silent together,
-        the others are late at least."""
+        is at its limit, the others are late at least."""
         return self.heartbeat_us * 5 // 4
 
     def on_beat(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
