@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from unicrond.core.nodes.brakes import hold_summary
 from unicrond.core.state.state import ClusterState
 from unicrond.events.archive.archived_log import ArchivedLog
 from unicrond.events.host.systemd import Systemd
@@ -173,6 +174,7 @@ class HeadParts:
         if self._logins is not None:
             lines += self._logins.alarms()
         lines += [*self.exporters.alarms(), *unsaved_lines(self.coordinator.state)]
+        lines += filter(None, (hold_summary(self.coordinator.state),))
         return lines + (self._certificates.alarms() if self._is_tls else [])
 
     @property
