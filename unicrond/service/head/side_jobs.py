@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NamedTuple, TypeAlias
 
 log = logging.getLogger("unicrond")
 
 #: Runs until it is cancelled.
-Job: TypeAlias = Callable[[], Awaitable[None]]
+Job: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 WAIT_MAX_S = 60.0
 
 
@@ -59,12 +59,17 @@ class SideJobs:
         wait_s, count = 1.0, 0
         while True:
             began_s = self._now_s()
+            # A task of its own: a task group that fails counts as a cancellation of the task that it is in.
+            job = asyncio.create_task(run(), name=name)
             try:
-                await run()
-                error = "it ended without a reason"
-            except Exception as problem:  # whatever it is, the cluster still needs its head
-                if (task := asyncio.current_task()) and task.cancelling():
-                    raise asyncio.CancelledError from problem  # a task group that fails meanwhile swallows it
+                await asyncio.wait([job])
+            finally:
+                if not job.done():
+                    job.cancel()
+                    await asyncio.gather(job, return_exceptions=True)
+            problem = None if job.cancelled() else job.exception()
+            error = "it ended without a reason"
+            if problem is not None:
                 cause = _cause(problem)
                 error = " ".join(f"{type(cause).__name__}: {cause}".split())
                 log.warning("%s failed: %s; it is begun again", name, error, exc_info=problem)
@@ -76,8 +81,8 @@ class SideJobs:
             wait_s = min(WAIT_MAX_S, 2 * wait_s)
 
 
-def _cause(error: Exception) -> Exception:
+def _cause(error: BaseException) -> BaseException:
     """Return the first error of a task group, which says what has happened."""
-    while isinstance(error, ExceptionGroup):
+    while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
