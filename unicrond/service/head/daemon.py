@@ -246,7 +246,7 @@ async def _serve_until_stopped(
             beside["nats-server"] = partial(_keep_running, server)
         if config.nats_tls or config.api_tls:
             beside["certificates"] = certificates.run
-        work += [side_jobs.start(name, run) for name, run in beside.items()]
+        work += [side_jobs.start(name, job) for name, job in beside.items()]
         watchdog = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # a standby is ready too
         work.append(asyncio.create_task(watchdog, name="systemd"))
         return await _until_stopped(work, orders.stop)

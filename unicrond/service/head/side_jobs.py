@@ -43,9 +43,9 @@ class SideJobs:
         self._now_s, self._sleep = now_s, sleep
         self.failures: dict[str, JobFailure] = {}
 
-    def start(self, name: str, run: Job) -> asyncio.Task[None]:
+    def start(self, name: str, job: Job) -> asyncio.Task[None]:
         """Start a job, and return the task that keeps it until it is cancelled."""
-        return asyncio.create_task(self._keep(name, run), name=name)
+        return asyncio.create_task(self._keep(name, job), name=name)
 
     def lines(self) -> list[str]:
         """Return what fails at this moment, a line each."""
@@ -55,19 +55,19 @@ class SideJobs:
             if self._now_s() - failure.at_s < 2 * WAIT_MAX_S
         ]
 
-    async def _keep(self, name: str, run: Job) -> None:
+    async def _keep(self, name: str, job: Job) -> None:
         wait_s, count = 1.0, 0
         while True:
             began_s = self._now_s()
             # A task of its own: a task group that fails counts as a cancellation of the task that it is in.
-            job = asyncio.create_task(run(), name=name)
+            task = asyncio.create_task(job(), name=name)
             try:
-                await asyncio.wait([job])
+                await asyncio.wait([task])
             finally:
-                if not job.done():
-                    job.cancel()
-                    await asyncio.gather(job, return_exceptions=True)
-            problem = None if job.cancelled() else job.exception()
+                if not task.done():
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            problem = None if task.cancelled() else task.exception()
             error = "it ended without a reason"
             if problem is not None:
                 cause = _cause(problem)
