@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from unicrond.core.folding import (
     accelerators,
+    alarms,
     commands,
     deadlines,
     injections,
@@ -158,6 +159,10 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.ReshapeRequested: tasks.reshape_requested,
     v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,
+    v.AlarmAcknowledged: alarms.alarm_acknowledged,
+    v.AlarmSilenced: alarms.alarm_silenced,
+    v.AlarmAssigned: alarms.alarm_assigned,
+    v.AlarmEnded: alarms.alarm_ended,
     v.IncidentEscalated: responses.incident_escalated,
     v.EntrySkipped: _ignore,  # read before the fold (events/log/skips.py)
     v.DeadlineExpired: deadlines.deadline_passed,
