@@ -100,7 +100,10 @@ def test_daemon_refuses_bad_nats_address() -> None:
         [UNICROND, "run", "--nats", "garbage"], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == "unicrond: without --config: nats.url: 'garbage' is not a NATS URL; write nats://HOST:PORT\n"
+    assert (
+        done.stderr
+        == "unicrond: --nats: 'garbage' is not a NATS URL; write nats://HOST:PORT; see unicrond run --help\n"
+    )
 
 
 def replayed_digest(directory: Path, seq: int) -> str:

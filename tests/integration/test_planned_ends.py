@@ -54,9 +54,9 @@ async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool,
         assert len(live.events("NodeLeaving")) == len(live.events("NodeLeft")) == len(updates) * NODES
         for never in ("NodeLost", "NodeIsolated", "IncidentEscalated", "ErrorReported", "CommandFailed"):
             assert not live.events(never), never
-        assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
+        assert sum(step["micro_batches_repeated"] for step in live.events("StepCommitted")) == 0
         assert sum(event.get("dealt", 0) for event in live.events("WorkerJoinedGroup")) == 0
-        assert all(exited["expected"] for exited in live.events("WorkerExited"))
+        assert all(exited["is_expected"] for exited in live.events("WorkerExited"))
         assert not state.incidents_total and not any(node.health.returns_us for node in state.nodes.values())
         assert state.ledger.failures == before.ledger.failures == 0
         assert state.tasks[TASK].progress.best_iteration > before.tasks[TASK].progress.best_iteration

@@ -26,8 +26,8 @@ def probe(url: str) -> tuple[int, dict[str, object]]:
         return refusal.code, json.loads(refusal.read())
 
 
-async def becomes(url: str, path: str, status: int) -> dict[str, object]:
-    """What the probe says once it has the status; the liveness probe says 200 all the time."""
+async def becomes(url: str, path: str, status: int, word: str = "") -> dict[str, object]:
+    """What the probe says once it has the status, and says the word; the liveness probe says 200 all the time."""
     refused = 0
     async with asyncio.timeout(30):
         while True:
@@ -38,7 +38,7 @@ async def becomes(url: str, path: str, status: int) -> dict[str, object]:
                 refused += 1
                 assert refused < 20
             else:
-                if found == status:
+                if found == status and (not word or told["status"] == word):
                     return told
             await asyncio.sleep(0.05)
 
@@ -82,11 +82,11 @@ async def test_head_waits_for_nats_and_survives_outage(tmp_path: Path, nats: Emb
         assert status == 503 and "no NATS at" in str(told["error"])
 
         await nats.start()
-        assert (await becomes(url, "/readyz", 200))["status"] == "live"
+        await becomes(url, "/readyz", 200, "live")
         await nats.stop()
         assert (await becomes(url, "/readyz", 503))["trouble"]
         await nats.start()
-        assert (await becomes(url, "/readyz", 200))["status"] == "live"
+        await becomes(url, "/readyz", 200, "live")
         assert head.returncode is None
     finally:
         head.send_signal(signal.SIGINT)
@@ -105,7 +105,7 @@ async def test_waiting_head_ends_on_signal(tmp_path: Path, nats: EmbeddedServer)
 
 async def test_blocked_log_makes_head_unready_but_alive(tmp_path: Path) -> None:
     async with daemon(config(tmp_path)) as (_, url):
-        assert await becomes(url, "/readyz", 200) == {"status": "live", "trouble": ""}
+        assert (await becomes(url, "/readyz", 200, "live"))["trouble"] == ""
         pid = int((tmp_path / "state" / "nats" / "nats-server.pid").read_text())
         os.kill(pid, signal.SIGSTOP)
         try:

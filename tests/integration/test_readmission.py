@@ -53,6 +53,6 @@ async def test_broken_node_is_repaired_checked_and_readmitted(tmp_path: Path) ->
         await live.until("it is back", lambda s: s.nodes[broken].schedulable)
         assert repaired.read_text().split() == [broken, "reboot"]
         (ended,) = live.events("RepairEnded", after=again.seq)
-        assert ended["passed"] and ended["node"] == broken
+        assert ended["has_passed"] and ended["node"] == broken
         rest = await live.until("all are in service", lambda s: not any(n.isolation.active for n in s.nodes.values()))
         assert phase(rest, rest.nodes[broken]) is IsolationPhase.IN_SERVICE

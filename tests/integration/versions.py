@@ -87,7 +87,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     "unicrond/core/state/state.py": [
         (r"(?m)^    memory: MemoryService \| None = [^\n]*\n", r"\g<0>    greeted: bool = False\n")
     ],
-    "unicrond/core/state/state_bytes.py": [(r'(?m)^    "gpu",\n\)', '    "gpu",\n    "greeted",\n)')],
+    "unicrond/core/state/state_bytes.py": [(r"(?s)(\nNODE_FIELDS: .*?)\n\)", r'\1\n    "greeted",\n)')],
     "unicrond/core/folding/nodes.py": [
         (
             r"(?m)^def node_left\(",

@@ -15,8 +15,9 @@ DOCUMENT = ROOT / "docs/one-failure.md"
 #: What a reader should know of an entry beyond its sentence, by its key. Every key of the recording has its note.
 NOTES = {
     "ErrorReported process_exit": (
-        "The cause of death, with the end of the worker's output. Its fold opens the incident: one for each task and"
-        " generation, by `open_incident`."
+        "The cause of death, with the end of the worker's output. Its fold opens the incident, or names the cause of"
+        " the one that a survivor's report has opened: there is one for each task and generation. An incident's number"
+        " is that of the entry which opened it."
     ),
     "WorkerExited": (
         "The death itself. Only now is the process known to be gone: the fold drops the worker from the members that"
@@ -52,7 +53,8 @@ NOTES = {
     "WorkerJoinedGroup replica": "The newcomer is in, with a survivor's state.",
     "TransitionCompleted": (
         "All members of the newest generation have joined: `close_incident` finds the task whole, and the decision"
-        " holds what the failure has cost."
+        " holds what the failure has cost. Detected: from the first observer's clock to the log. Transition: from there"
+        " until the survivors trained again, not until the newcomer was in."
     ),
 }
 
@@ -142,7 +144,8 @@ def _section(entry: Json, recording: Json) -> Iterator[str]:
         yield from _effects(
             recording,
             "survivor",
-            "In a survivor, the lifecycle asks its driver, from the broken collective to the optimizer's step:",
+            "In a survivor, the lifecycle asks its driver, from the broken collective to the optimizer's step. Its"
+            " first rows come before this entry; at `AwaitMembership` it waits for it:",
         )
     if entry["key"] == "MembershipDecided planned":
         yield from _effects(recording, "newcomer", "In the newcomer, beside what a survivor does:")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
+from unicrond.core.faults.local_faults import fault_text
 from unicrond.core.faults.program_faults import looping_text, occurrences
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
@@ -104,6 +105,8 @@ def _task(state: ClusterState, name: str) -> list[Section]:
             f"{', '.join(crashes.nodes)}, first {_when(crashes.first_us)}, last {_when(crashes.last_us)};"
             f" {occurrences(crashes.fruitless)} without a new iteration"
         )
+    if task.troubles.local_faults:
+        facts["avoids"] = "; ".join(fault_text(task, node) for node in task.troubles.local_faults)
     if task.troubles.strikes:
         facts["strikes"] = ", ".join(f"{node} {count}" for node, count in task.troubles.strikes.items())
     incidents = [incident for incident in _incidents(state) if name in incident.generations]
@@ -152,6 +155,9 @@ def _node(state: ClusterState, name: str) -> list[Section]:
     strikes = {task.name: task.troubles.strikes[name] for task in state.tasks.values() if name in task.troubles.strikes}
     if strikes:
         facts["strikes"] = ", ".join(f"{count} by {task}" for task, count in strikes.items())
+    accusers = [task for task in state.tasks.values() if name in task.troubles.local_faults]
+    if accusers:
+        facts["local faults"] = "; ".join(f"{task.name} {fault_text(task, name)}" for task in accusers)
     incidents = [incident for incident in _incidents(state) if incident.node == name]
     sections = [Section(f"node {name}", facts), Section("workers", workers_table(state, node=name))]
     return sections + _incidents_section(state, incidents)

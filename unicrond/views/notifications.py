@@ -4,6 +4,7 @@
 |---|---|
 | `task_failed` | a task has failed |
 | `crash_looping` | a task's program has failed for the second time since it was calm; once until it is calm again |
+| `local_fault` | a task's program has failed on one node alone, and trains elsewhere; once until that is forgotten |
 | `sev1` | an incident is of SEV1, or has become so |
 | `isolated` | a node has been isolated |
 | `no_progress` | a task that has workers in the plan has committed nothing for `no_progress_s` |
@@ -35,12 +36,13 @@ from unicrond.core.faults.program_faults import is_looping, looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.ordered_map import changed
-from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
+from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus
 from unicrond.events import vocabulary as v
 
 Rule: TypeAlias = Literal[
     "task_failed",
     "crash_looping",
+    "local_fault",
     "sev1",
     "isolated",
     "no_progress",
@@ -206,6 +208,19 @@ def _crash_notices(before: ClusterState, after: ClusterState) -> Iterator[Notice
         elif was and not is_now:
             title = f"task {name} is crash-looping no more"
             yield Notice(f"crash:{name}", "crash_looping", "info", title, is_over=True)
+        yield from _local_fault_notices(name, old, task)
+
+
+def _local_fault_notices(name: str, old: Task | None, task: Task | None) -> Iterator[Notice]:
+    """Yield a notice for each node on which alone the task's program has failed, and for each that is forgiven."""
+    was, now = (version.troubles.local_faults if version is not None else {} for version in (old, task))
+    for node in sorted(now.keys() - was.keys()):
+        title = f"task {name} has failed on {node} alone"
+        commands = f"unicronctl describe node {node}", f"unicronctl logs {name}"
+        yield Notice(f"local:{name}:{node}", "local_fault", "warning", title, now[node].text, commands)
+    for node in sorted(was.keys() - now.keys()):
+        title = f"nothing of task {name} is held against {node} any more"
+        yield Notice(f"local:{name}:{node}", "local_fault", "info", title, is_over=True)
 
 
 def _spares(state: ClusterState) -> list[Notice]:

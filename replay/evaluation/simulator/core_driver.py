@@ -38,7 +38,7 @@ from unicrond.core.state.work import iteration_flop
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
-from unicrond.replay.evaluation.model.meter import CostPhase
+from unicrond.replay.evaluation.model.meter import CostPhase, Meter
 from unicrond.replay.evaluation.model.speeds import Speeds, fixed_speeds
 from unicrond.replay.evaluation.model.virtual_time import Action, Timer, to_us
 from unicrond.replay.evaluation.model.world import EvaluationWorld
@@ -151,8 +151,7 @@ class CoreDriver:
         for host in self.hosts:
             self._join(host)
         for number, spec in enumerate(self.specs, start=1):
-            self._append(v.TaskSubmitted(spec=spec), "api", 1, number)
-        self._wake()
+            self.submit(v.TaskSubmitted(spec=spec), number)
         self.world.clock.run(self.world.clock.now_us + to_us(_WARM_UP_S))
         self.work = CoreWork()
         self._began_s = time.process_time(), time.perf_counter()
@@ -179,6 +178,11 @@ class CoreDriver:
         self._join(host)
         self._notice(tasks)
 
+    def submit(self, event: v.TaskSubmitted | v.TaskCancelled, number: int) -> None:
+        """Pass a person's wish on. `number`: of the API's events, each higher than the one before."""
+        self._append(event, "api", 1, number)
+        self._wake()
+
     def fault(self, node: int, severity: int) -> None:
         """Apply a fault. SEV2: the process dies. SEV3: its connection breaks; outside a training group it goes
         unnoticed."""
@@ -188,8 +192,7 @@ class CoreDriver:
             return
         group = self.groups[process.task]
         if severity == 2:
-            self._end_process(host)
-            self._after(self._assumptions.process_detect_s, lambda: self._notice_exit(host, process))
+            self._end_by_itself(host, process)
         elif process.generation and group.activity is Activity.TRAINING:
             group.break_up()
             self._after(self._assumptions.error_detect_s, lambda: self._notice_error(host, process))
@@ -205,12 +208,18 @@ class CoreDriver:
         self._resolve(v.NodeLost(node=host.name, evidence=evidence, reason="no heartbeat"))
         self._notice(tasks)
 
-    def _notice_exit(self, host: NodeAgent, process: WorkerProcess) -> None:
+    def _end_by_itself(self, host: NodeAgent, process: WorkerProcess, exit_code: int = 1) -> None:
+        """End a process that nobody has told to end; its agent notices that."""
+        self._end_process(host)
+        self._after(self._assumptions.process_detect_s, lambda: self._notice_exit(host, process, exit_code))
+
+    def _notice_exit(self, host: NodeAgent, process: WorkerProcess, exit_code: int) -> None:
         if not host.up:
             return
         event = v.WorkerExited(
-            node=host.name, task=process.task, worker=process.worker, exit_code=1, signal=None, is_expected=False
-        )
+            node=host.name, task=process.task, worker=process.worker, exit_code=exit_code, signal=None,
+            is_expected=False,
+        )  # fmt: skip
         self._report(host, event)
         self._notice([process.task])
 
@@ -241,8 +250,8 @@ class CoreDriver:
     def _notice(self, tasks: Iterable[str]) -> None:
         """Record that the coordinator knows why these tasks stand still."""
         for task in tasks:
-            if self.world.meter.phase(task) is CostPhase.DETECTION:
-                self.world.meter.stall(task, CostPhase.TRANSITION)
+            if self._meter(task).phase(task) is CostPhase.DETECTION:
+                self._meter(task).stall(task, CostPhase.TRANSITION)
         self._wake()
 
     # --- the log -----------------------------------------------------------------------------
@@ -331,13 +340,16 @@ class CoreDriver:
 
     def _mark_idle(self) -> None:
         """Move tasks without workers in the plan to IDLE, and those that have workers again to TRANSITION."""
-        meter = self.world.meter
         for name, assignment in self.state.plan.assignments.items():
+            meter = self._meter(name)
             phase = meter.phase(name)
             if not assignment.workers and phase is CostPhase.TRANSITION:
                 meter.idle(name)
             elif assignment.workers and phase is CostPhase.IDLE:
                 meter.stall(name, CostPhase.TRANSITION)
+
+    def _meter(self, task: str) -> Meter:
+        return self.groups[task].world.meter
 
     # --- agents ------------------------------------------------------------------------------
 

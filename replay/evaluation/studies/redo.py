@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.replay.evaluation.model.traces import INFINITEHBD_ORIGIN, INFINITEHBD_SHA256, TraceError
-from unicrond.replay.evaluation.studies import large_studies, studies
+from unicrond.replay.evaluation.studies import large_studies, programs, studies
 from unicrond.replay.evaluation.studies.comparison import OutcomeCache
 from unicrond.replay.evaluation.studies.simulate_cli import runs_bar
 from unicrond.replay.evaluation.studies.studies import Bench
@@ -31,7 +31,8 @@ STUDIES: dict[str, Callable[[Bench], str]] = {
     for study in (
         studies.assumptions, studies.prices, studies.trace_a, studies.trace_b, studies.repairs, studies.plan,
         studies.lead, studies.layouts, studies.detection, studies.transition, studies.mtbf, studies.tasks,
-        studies.spares, large_studies.size, large_studies.published, large_studies.fleet, large_studies.real,
+        studies.spares, programs.programs, large_studies.size, large_studies.published, large_studies.fleet,
+        large_studies.real,
     )
 }  # fmt: skip
 

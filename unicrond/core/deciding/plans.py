@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from unicrond.core.deciding import links
+from unicrond.core.faults.program_faults import is_failing
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes.gpu_types import on_type
 from unicrond.core.planning.placement import Placement, place_apart
@@ -137,6 +138,11 @@ def _transition_flop(solution: Solution) -> float:
     return float(cost / _SECOND_US)
 
 
+def _has_begun_to_fail(state: ClusterState, task: Task) -> bool:
+    crashes = task.troubles.crashes
+    return crashes is not None and is_failing(task) and crashes.last_us > state.plan.adopted_us
+
+
 def _trigger(state: ClusterState) -> str:
     """Describe what has changed since the last plan."""
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
@@ -150,6 +156,7 @@ def _trigger(state: ClusterState) -> str:
     changes += [f"task {t.name} has other settings" for t in state.active if t.updated_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
     changes += [f"task {name} is measured anew" for name in (state.plan.revised_for,) if name]
+    changes += [f"task {t.name} fails without progress" for t in state.active if _has_begun_to_fail(state, t)]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordon.active and n.schedulable]
     changes += [change for t in state.active if (change := turns.changed_since(state, t, state.plan.adopted_us))]
     active = [task.name for task in state.active]

@@ -16,7 +16,10 @@ faults/blame.py)
   (`waits_for_restart`).
 * Ends of unknown cause speak against a node only if they follow the node and not the program: the task trains
   elsewhere, or members that stood elsewhere at that time still stand. Else the task is first tried on another node,
-  where one has room (`program_faults.avoided_nodes`), and where none has, it goes on here until it fails.
+  where one has room (`program_faults.avoided_nodes`), and where none has, it goes on here until it fails. Though others
+  train, a node is isolated only after that trial, where the plan has another one for it (`_is_tried_elsewhere`).
+* What a program fails by on one node alone isolates the node where another task, or another loss that is not finite,
+  says the same (faults/local_faults.py).
 * A node on which members of the task train is not isolated for workers that end there: the members show that the
   node works. New workers there wait for the next step instead.
 * Nor is it isolated for broken connections while the task makes progress, unless the blame is clear, or one of two
@@ -38,7 +41,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.faults import blame, links
+from unicrond.core.faults import blame, links, local_faults
 from unicrond.core.faults.program_faults import number_of, occurrences, training_nodes
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.rules.survey import Survey
@@ -182,7 +185,8 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
     """Yield the nodes to isolate, each with the reason: those that return from loss too often, have SEV1 incidents or
     are proven at fault, if others remain; and those that are expected to fail, if they can be spared."""
     state, policy = survey.state, survey.policy
-    faults = [fault for task in state.active for fault in _faulty_nodes(state, task, policy)]
+    faults = [fault for task in state.active for fault in _faulty_nodes(survey, task)]
+    faults += local_faults.accused_nodes(state)
     if not _has_other_node(state, {node for node, _ in faults}):
         faults = []
     window_us = int(policy.flap_window_s * _SECOND_US)
@@ -205,13 +209,15 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
             yield node.name, reasons[0]
 
 
-def _faulty_nodes(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
+def _faulty_nodes(survey: Survey, task: Task) -> Iterator[tuple[str, str]]:
     """Yield the nodes that the task's failures accuse, and the reason; none that something else explains as well."""
+    state, policy = survey.state, survey.policy
     failing, troubles = _failing_nodes(state, task, policy), task.troubles
     if failing and (len(failing) == 1 or _makes_progress(task)):
         training = training_nodes(task)
         for node in failing:
-            if node not in training and (_makes_progress(task) or _has_witness(task, node)):
+            stands = _makes_progress(task) or _has_witness(task, node)
+            if node not in training and stands and _is_tried_elsewhere(survey, task, node):
                 times_failed = occurrences(troubles.strikes[node])
                 yield node, f"workers of {task.name} ended here {times_failed} without a committed step"
     unclear = [node for node, times in troubles.unclear_breaks.items() if times >= policy.strikes_max]
@@ -234,6 +240,16 @@ def _has_witness(task: Task, node: str) -> bool:
         worker.status is WorkerStatus.MEMBER and worker.node != node and number_of(worker) < below
         for worker in task.workers.values()
     )
+
+
+def _is_tried_elsewhere(survey: Survey, task: Task, node: str) -> bool:
+    """Return whether a worker that was started after the last one ended here trains elsewhere, or no other node has
+    room for it: then the plan, which avoids the node, has it here still."""
+    below = task.troubles.struck_below.get(node, 0)
+    if any(worker.status is WorkerStatus.MEMBER and number_of(worker) >= below for worker in task.workers.values()):
+        return True
+    assignment = survey.state.plan.assignments.get(task.name)
+    return survey.fresh and (assignment is None or any(node in nodes for nodes in assignment.replicas))
 
 
 def _can_try_elsewhere(state: ClusterState, task: Task) -> bool:

@@ -10,6 +10,7 @@ Rules
   is the program's: it happens wherever the program runs. The strikes for it are taken back.
 * A signature is what was said, without numbers, paths and addresses: the last line of a traceback, the signal and the
   innermost frame. SIGKILL, SIGTERM and a stopped process have none: anything may have caused them.
+* What has come on one node alone is tried once on another, and may turn out to be the node's (local_faults.py).
 * An order that an agent refuses is nobody's strike; it is tried again, later each time, and counts for the task alone.
 * Workers that end together are one fault: those that were started before it and have joined no group since.
 * *Back-off*: after n faults since the last calm no worker of the task is started for 0, 1, 2, 4, ... at most 60 s.
@@ -33,6 +34,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
+from unicrond.core.faults.local_faults import nodes_to_leave
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.state.task_parts import Crashes
 from unicrond.core.state.workers import Worker, WorkerError, WorkerStatus
@@ -202,8 +204,9 @@ def is_failing(task: Task) -> bool:
 
 def avoided_nodes(task: Task, strikes_max: int) -> tuple[str, ...]:
     """Return the nodes that are not to carry the task's workers where others have room: workers have ended or could not
-    be started there again and again, and nothing shows yet whether that follows the node or the program."""
-    troubles, nodes = task.troubles, []
+    be started there again and again, and nothing shows yet whether that follows the node or the program; or its program
+    has failed there alone (local_faults.py)."""
+    troubles, nodes = task.troubles, list(nodes_to_leave(task))
     if troubles.strikes:
         nodes += [node for node, count in troubles.strikes.items() if count >= strikes_max]
     if troubles.crashes is not None and troubles.crashes.count >= strikes_max:

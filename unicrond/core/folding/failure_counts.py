@@ -5,11 +5,11 @@ Whose fault an end is: faults/program_faults.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from unicrond.core.faults import blame, program_faults
+from unicrond.core.faults import blame, local_faults, program_faults
 from unicrond.core.faults.program_faults import FaultVerdict, Guilt
 from unicrond.core.folding import incidents
 from unicrond.core.folding.incidents import Fact
@@ -106,7 +106,8 @@ def count_failure(
     if excluded_from_blame:
         return count_strike(task, worker, excluded_from_blame=True)
     if program_faults.is_part_of_last(task, worker, verdict):
-        return task
+        return _with_node_of_last(task, worker.node, verdict)
+    alike: set[str] = set()
     if program_faults.is_known_of_program(task, worker.node, verdict):
         alike = {node for node, signature in task.troubles.deaths.items() if signature == verdict.signature}
         strikes = _without(task.troubles.strikes, alike)
@@ -114,17 +115,30 @@ def count_failure(
         task = replace(task, troubles=replace(task.troubles, strikes=strikes, deaths=deaths))
         verdict = verdict._replace(guilt=Guilt.PROGRAM)
     if verdict.guilt is Guilt.PROGRAM:
-        return count_crash(task, worker, verdict, now_us=now_us, log_tail=log_tail)
+        return count_crash(task, worker, verdict, now_us=now_us, log_tail=log_tail, nodes=alike)
     deaths = task.troubles.deaths | {worker.node: verdict.signature}
     task = count_strike(task, worker)
     return replace(task, troubles=replace(task.troubles, deaths=deaths))
 
 
-def count_crash(task: Task, worker: Worker, verdict: FaultVerdict, *, now_us: int, log_tail: str) -> Task:
-    """Count a fault of the task's program. From the second on no worker is started before the back-off is over."""
+def _with_node_of_last(task: Task, node: str, verdict: FaultVerdict) -> Task:
+    """Return the task, of which it is known that the last fault of its program came on this node too."""
+    crashes = task.troubles.crashes
+    if crashes is None or verdict.signature != crashes.signature or node in crashes.nodes:
+        return task
+    crashes = replace(crashes, nodes=(*crashes.nodes, node)[:_NODES_MAX])
+    return replace(task, troubles=replace(task.troubles, crashes=crashes))
+
+
+def count_crash(
+    task: Task, worker: Worker, verdict: FaultVerdict, *, now_us: int, log_tail: str, nodes: Iterable[str] = ()
+) -> Task:
+    """Count a fault of the task's program. From the second on no worker is started before the back-off is over.
+    `nodes`: others on which the same has happened."""
     troubles, best, below = task.troubles, task.progress.best_iteration, task.numbers.next_worker
     last = troubles.crashes or Crashes()
     again = verdict.kind == "nan_loss" and last.same_nan and verdict.iteration == last.iteration
+    alike = last.nodes if last.signature == verdict.signature and (again or verdict.kind != "nan_loss") else ()
     crashes = Crashes(
         count=last.count + 1,
         fruitless=last.fruitless + (best <= last.best and not verdict.is_refusal),
@@ -133,7 +147,7 @@ def count_crash(task: Task, worker: Worker, verdict: FaultVerdict, *, now_us: in
         text=verdict.text,
         signature=verdict.signature,
         iteration=verdict.iteration,
-        nodes=tuple(dict.fromkeys((worker.node, *last.nodes)))[:_NODES_MAX],
+        nodes=tuple(dict.fromkeys((worker.node, *alike, *sorted(nodes))))[:_NODES_MAX],
         refusals=tuple(dict.fromkeys((*last.refusals, *[worker.node] * verdict.is_refusal)))[-_NODES_MAX:],
         tail=program_faults.last_lines(log_tail) or last.tail,
         best=best,
@@ -207,7 +221,7 @@ def readmit(troubles: Troubles, node: str) -> Troubles:
     """Return the record without anything against the node. The other ends of its broken links keep no more than what
     decides between equals: their record was its record, and beside a node without one they would seem clearly at fault.
     """
-    forgiven = acquit(troubles, {node}, calm=True)
+    forgiven = local_faults.without(acquit(troubles, {node}, calm=True), node)
     if node not in troubles.ends:
         return forgiven
     return replace(forgiven, ends={peer: min(weight, blame.ECHO) for peer, weight in forgiven.ends.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unicrond.core.faults import local_faults
 from unicrond.core.folding import commands, incidents, injections, links
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
@@ -67,6 +68,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     state = kept_states.forget_kept(with_node(state, node), event.node)  # its agent reports next what it still holds
     if old is not None and old.agent.boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
+        state = local_faults.forgiven(state, event.node)
     planned = old is not None and old.left_on_purpose
     void = old is not None and old.agent.boot != event.agent_boot
     state = _mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
@@ -245,7 +247,8 @@ def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -
     if node is None or agent_mismatch(state, event):
         return state
     node = departures.uncordoned(isolation.pardon(state, node, event.reason))
-    return with_node(state, replace(node, health=replace(node.health, failure_forecast="")))
+    node = replace(node, health=replace(node.health, failure_forecast=""))
+    return with_node(local_faults.forgiven(state, event.node), node)
 
 
 #: Prefix of a cordon's reason where the machine's operator wants the cordon, and no person of this cluster.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unicrond.core.faults import local_faults
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import incidents
 from unicrond.core.state.changes import with_task
@@ -40,7 +41,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
         progress=_progress(task.progress, event, state.now_us),
         pace=_pace(task.pace, event, newest=newest),
         group=_group(group, event, formed_after, calm=calm),
-        troubles=_troubles(task, event, newest=newest, calm=calm),
+        troubles=_troubles(task, event, state.now_us, newest=newest, calm=calm),
     )
     return with_task(state, task)
 
@@ -83,16 +84,15 @@ def _group(group: GroupHealth, event: v.StepCommitted, formed_after: int, *, cal
     return group
 
 
-def _troubles(task: Task, event: v.StepCommitted, *, newest: bool, calm: bool) -> Troubles:
+def _troubles(task: Task, event: v.StepCommitted, now_us: int, *, newest: bool, calm: bool) -> Troubles:
     """Clear the failures that the step disproves. A step proves the nodes of its members, a new iteration the task, and
     a stable group its program, too."""
     troubles, membership = task.troubles, task.membership
+    if troubles.crashes is not None or troubles.local_faults:
+        troubles = local_faults.after_commit(task, event, calm=calm, now_us=now_us)
     if newest and membership is not None and troubles.of_nodes:
         several = len(membership.members) > 1  # one alone proves nothing about connections
         troubles = strikes.acquit(troubles, {member.node for member in membership.members}, calm=calm and several)
-    crashes = troubles.crashes
-    if crashes is not None and not crashes.waits and event.last >= crashes.best + CALM_ITERATIONS:
-        troubles = replace(troubles, crashes=None)
     if troubles.deaths and event.last > task.progress.best_iteration:
         troubles = replace(troubles, deaths={})
     if event.last > task.progress.best_iteration and (troubles.stuck or troubles.struck_below):

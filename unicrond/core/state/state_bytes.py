@@ -95,6 +95,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.start_us",
     "pace.starting_since_us",
     "group.probing",
+    "troubles.local_faults",
 )
 
 #: Where each field of a flat node stands in a Node.

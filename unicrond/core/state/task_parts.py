@@ -164,8 +164,8 @@ class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `count`: all; `fruitless`: those without a new iteration since the one before; `early`: ends without a word
     (`left_early`); `same_nan`: losses that were not finite in the same iteration, one after the other.
-    Of the last: `text` for people, `signature`, `iteration` it came in, the `nodes` it came on, `tail` of the output,
-    `refusals`: the nodes that have refused a start;
+    Of the last: `text` for people, `signature`, `iteration` it came in, the `nodes` that this one came on, `tail` of
+    the output, `refusals`: the nodes that have refused a start;
     `best`: the best iteration by then; workers of numbers `below`, that have joined no group after `generation`, belong
     to it. `waits`: the back-off after it is not over.
     """
@@ -188,12 +188,24 @@ class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waits: bool = False
 
 
+class LocalFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the task's program has ended by on one node alone, last `at_us` (log time; faults/local_faults.py).
+
+    `refuted`: how often it was a loss that other nodes have computed to a finite number; 0: it was something else.
+    """
+
+    text: str
+    at_us: int
+    refuted: int = 0
+
+
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
     are one blow; a worker that was started after it makes the next.
 
     Faults of the program are none of these: they stand in `crashes`. `deaths`: per node, the signature of the last end
-    of unknown cause there since the last new iteration (faults/program_faults.py).
+    of unknown cause there since the last new iteration (faults/program_faults.py). `local_faults`: per node, what its
+    program has ended by there alone.
 
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted. `stuck`:
     blows anywhere since the task last committed a new iteration. `ends`: per node, of how many broken links it was an
@@ -209,6 +221,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unclear_breaks: dict[str, int] = {}
     crashes: Crashes | None = None
     deaths: dict[str, str] = {}
+    local_faults: dict[str, LocalFault] = {}
 
     @property
     def of_nodes(self) -> bool:
@@ -218,7 +231,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def names(self, node: str) -> bool:
         """Return whether workers of the task have ended, or were given up, on this node since the task last was well
         there."""
-        return node in self.strikes or node in self.breaks
+        return node in self.strikes or node in self.breaks or node in self.local_faults
 
 
 class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

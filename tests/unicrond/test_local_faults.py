@@ -1,0 +1,281 @@
+"""Faults that follow one node and not the program (faults/local_faults.py): who is moved, and which node pays when."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unicrond.cluster import MiniCluster, members
+from tests.unicrond.test_program_faults import cluster_of, crash_until_over, end, poison, said, steps_of
+from unicrond.core.faults import local_faults
+from unicrond.core.state.state import TaskStatus
+from unicrond.display.describe import describe_object
+from unicrond.events import vocabulary as v
+from unicrond.views.notifications import step_notices
+
+
+def place_of(cluster: MiniCluster, task: str) -> str:
+    """The node of the task's one worker."""
+    (worker,) = [worker for worker in cluster.state.tasks[task].workers.values() if worker.alive]
+    return worker.node
+
+
+def run_there(cluster: MiniCluster, task: str, bad: str) -> None:
+    """The task's program raises on this node; elsewhere it trains until it is calm."""
+    cluster.run()
+    for _ in range(9):
+        if place_of(cluster, task) != bad:
+            break
+        end(cluster, task)
+        cluster.run()
+    cluster.train(task, 10)
+    cluster.run()
+
+
+def faults(cluster: MiniCluster, task: str) -> set[str]:
+    return set(cluster.state.tasks[task].troubles.local_faults)
+
+
+# --- exceptions ------------------------------------------------------------------------------------
+
+
+def test_exception_is_tried_once_on_another_node() -> None:
+    """A mount is missing on one node: the program runs elsewhere, and the node isn't isolated for one task."""
+    cluster = cluster_of(3)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    bad = place_of(cluster, "big")
+    run_there(cluster, "big", bad)
+    assert len(said(cluster, v.StartWorker)) == 2, "the first fault is tried elsewhere, at once"
+    assert place_of(cluster, "big") != bad and faults(cluster, "big") == {bad}
+    assert not said(cluster, v.NodeIsolated) and cluster.state.tasks["big"].troubles.crashes is None
+    notices = [notice for step in steps_of(cluster) for notice in step_notices(step) if notice.rule == "local_fault"]
+    assert [notice.title for notice in notices] == [f"task big has failed on {bad} alone"]
+    assert "FileNotFoundError" in notices[0].text
+    for kind, name in (("node", bad), ("task", "big")):
+        assert f"fails on {bad} alone: FileNotFoundError" in str(describe_object(cluster.state, kind, name))
+
+
+def test_local_fault_keeps_task_off_node_and_nobody_else() -> None:
+    cluster = cluster_of(3)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    bad = place_of(cluster, "big")
+    run_there(cluster, "big", bad)
+    good = place_of(cluster, "big")
+    cluster.kill_host(cluster.hosts[good])
+    cluster.lose(cluster.hosts[good])
+    cluster.run()
+    assert place_of(cluster, "big") not in (bad, good), "there is another one"
+    cluster.submit("other", max_workers=1)
+    cluster.run()
+    assert place_of(cluster, "other") == bad
+    cluster.cordon(place_of(cluster, "big"), drain=True)
+    cluster.append(v.TaskCancelled(task="other", reason="test"), "api", cluster.state.term)
+    cluster.run()
+    assert place_of(cluster, "big") == bad, "a bad place is better than none"
+    cluster.train("big", 10)
+    assert not faults(cluster, "big"), "it is calm there"
+
+
+def test_exception_on_two_nodes_is_of_program() -> None:
+    cluster = cluster_of(4)
+    cluster.submit("typo", max_workers=1)
+    cluster.run()
+    assert crash_until_over(cluster, "typo") == cluster.policy.stuck_max
+    task = cluster.state.tasks["typo"]
+    assert task.status is TaskStatus.FAILED and not task.troubles.local_faults
+    places = [event.node for event in said(cluster, v.StartWorker)]
+    assert places[0] != places[1] and len(set(places)) == 2, "tried once elsewhere, then it stays"
+    assert not said(cluster, v.NodeIsolated)
+
+
+def test_exception_of_all_members_at_once_moves_nobody() -> None:
+    cluster = cluster_of(4)
+    cluster.submit("typo", max_workers=2, min_workers=2)
+    cluster.run()
+    before = {worker.node for worker in cluster.state.tasks["typo"].workers.values()}
+    end(cluster, "typo")
+    end(cluster, "typo")
+    cluster.run()
+    crashes = cluster.state.tasks["typo"].troubles.crashes
+    assert crashes is not None and crashes.count == 1 and set(crashes.nodes) == before
+    assert {worker.node for worker in cluster.state.tasks["typo"].workers.values()} == before
+
+
+def test_exception_without_free_node_stays_where_it_is() -> None:
+    cluster = cluster_of(2)
+    cluster.submit("big", max_workers=2)
+    cluster.run()
+    cluster.train("big", 3)
+    end(cluster, "big")
+    cluster.run()
+    cluster.train("big", 20)
+    cluster.run()
+    assert len(members(cluster)) == 2 and not cluster.state.tasks["big"].troubles.local_faults
+    assert not said(cluster, v.NodeIsolated)
+
+
+@pytest.mark.parametrize("how", ["agent", "person"])
+def test_local_fault_is_forgotten_when_node_is_mended(how: str) -> None:
+    cluster = cluster_of(2)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    bad = place_of(cluster, "big")
+    run_there(cluster, "big", bad)
+    assert faults(cluster, "big") == {bad}
+    if how == "agent":
+        cluster.add_host(bad)
+    else:
+        cluster.uncordon(bad)
+    assert not faults(cluster, "big")
+
+
+@pytest.mark.parametrize("apart_s", [60, 2 * 3600])
+def test_second_task_with_local_fault_isolates_node(apart_s: int) -> None:
+    cluster = cluster_of(3)
+    bad = ""
+    for name in ("first", "second"):
+        others = [host for host in cluster.hosts if bad and host != bad]
+        for other in others:
+            cluster.cordon(other)
+        cluster.submit(name, max_workers=1)
+        cluster.run()
+        for other in others:
+            cluster.uncordon(other)
+        bad = bad or place_of(cluster, name)
+        assert place_of(cluster, name) == bad and not said(cluster, v.NodeIsolated)
+        run_there(cluster, name, bad)
+        if name == "first":
+            cluster.now_us += apart_s * 1_000_000
+    isolations = said(cluster, v.NodeIsolated)
+    assert [event.node for event in isolations] == ([bad] if apart_s < 3600 else [])
+    if isolations:
+        assert isolations[0].reason.startswith("first and second fail here alone: FileNotFoundError")
+        cluster.run()
+        assert not cluster.state.nodes[bad].isolation.active and len(said(cluster, v.NodeIsolated)) == 1
+        assert not faults(cluster, "first") | faults(cluster, "second"), "it is readmitted, and tried again"
+
+
+# --- ends of unknown cause -------------------------------------------------------------------------
+
+
+def killed_twice(nodes: int) -> tuple[MiniCluster, str]:
+    """A task of two on so many nodes; two workers have ended by SIGKILL on the same node."""
+    cluster = cluster_of(nodes)
+    cluster.submit("big", max_workers=2)
+    cluster.run()
+    cluster.train("big", 3)
+    bad = cluster.state.tasks["big"].workers[members(cluster)[1]].node
+    for _ in range(2):
+        (name,) = cluster.hosts[bad].processes
+        cluster.kill_worker(cluster.hosts[bad], name)
+        cluster.run_but_isolation()
+    return cluster, bad
+
+
+def test_unknown_end_is_tried_elsewhere_though_others_train() -> None:
+    cluster, bad = killed_twice(3)
+    assert not cluster.state.tasks["big"].workers or bad not in {
+        worker.node for worker in cluster.state.tasks["big"].workers.values()
+    }
+    assert len(members(cluster)) == 2, "the third node has it"
+    cluster.train("big", 1)
+    cluster.run_but_isolation()
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [bad], "it trains there"
+    first_trial = next(i for i, e in enumerate(cluster.log) if isinstance(e.envelope.event, v.NodeIsolated))
+    started = [i for i, e in enumerate(cluster.log) if isinstance(e.envelope.event, v.StartWorker)]
+    assert started[-1] < first_trial
+
+
+def test_unknown_end_without_free_node_isolates_at_once() -> None:
+    cluster, bad = killed_twice(2)
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [bad], "others train, and there is no other node"
+
+
+# --- losses that are not finite --------------------------------------------------------------------
+
+
+def nan_on(cluster: MiniCluster, task: str, node: str) -> None:
+    """The next iteration's loss is no number on this node; the others make that iteration before a new worker comes."""
+    (name,) = [worker.worker for worker in cluster.state.tasks[task].workers.values() if worker.node == node]
+    host = cluster.hosts[node]
+    cluster.report(name, "nan_loss", iteration=cluster.state.tasks[task].progress.iteration + 1)
+    cluster.kill_worker(host, name)
+    host.up = False
+    cluster.run()
+    cluster.train(task, 1)
+    host.up = True
+    cluster.run()
+
+
+def test_loss_that_others_compute_to_a_number_is_of_node() -> None:
+    cluster = cluster_of(4)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    bad = cluster.state.tasks["big"].workers[members(cluster)[1]].node
+    nan_on(cluster, "big", bad)
+    task = cluster.state.tasks["big"]
+    assert task.troubles.crashes is None and task.troubles.local_faults[bad].refuted == 1, "it is not the program's"
+    assert "the same micro-batch is finite on other nodes" in local_faults.fault_text(task, bad)
+    assert len(members(cluster)) == 3 and bad not in {worker.node for worker in task.workers.values()}
+    assert not said(cluster, v.NodeIsolated)
+
+
+def test_second_loss_that_others_compute_to_a_number_isolates_node() -> None:
+    """No other node is free: the task comes back to it, and is calm there."""
+    cluster = cluster_of(3)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    bad = cluster.state.tasks["big"].workers[members(cluster)[1]].node
+    nan_on(cluster, "big", bad)
+    cluster.train("big", 20)
+    cluster.run()
+    assert len(members(cluster)) == 3 and faults(cluster, "big") == {bad} and not said(cluster, v.NodeIsolated)
+    nan_on(cluster, "big", bad)
+    (isolation,) = said(cluster, v.NodeIsolated)
+    assert isolation.node == bad and isolation.reason.startswith("big fails here alone: ")
+    assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_loss_of_lone_replica_is_refuted_by_nobody(nodes: int) -> None:
+    """It starts from a checkpoint: nobody has computed that micro-batch with the same parameters."""
+    cluster = cluster_of(nodes)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    cluster.train("big", 20)
+    bad = place_of(cluster, "big")
+    poison(cluster, "big", iteration=21)
+    cluster.train("big", 20)
+    troubles = cluster.state.tasks["big"].troubles
+    assert troubles.crashes is None and not any(fault.refuted for fault in troubles.local_faults.values())
+    assert faults(cluster, "big") == ({bad} if nodes == 2 else set())
+
+
+def test_loss_is_refuted_by_no_other_worker_of_its_node() -> None:
+    """The new worker there has come before the iteration is made: it may have computed that micro-batch."""
+    cluster = cluster_of(3)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    poison(cluster, "big", iteration=21)
+    assert len(members(cluster)) == 3
+    cluster.train("big", 20)
+    assert not faults(cluster, "big")
+
+
+def test_loss_that_is_no_number_on_two_nodes_is_of_program() -> None:
+    cluster = cluster_of(4)
+    cluster.submit("nan", max_workers=2, min_workers=2)
+    cluster.run()
+    cluster.train("nan", 16)
+    for _ in range(3):
+        if cluster.state.tasks["nan"].status is not TaskStatus.ACTIVE:
+            break
+        poison(cluster, "nan", iteration=17)
+    task = cluster.state.tasks["nan"]
+    assert task.status is TaskStatus.FAILED and not task.troubles.local_faults and not task.troubles.strikes
+    assert "in iteration 17 was no finite number 3 times in a row" in task.ending.reason
+    assert not said(cluster, v.NodeIsolated)

@@ -1,0 +1,109 @@
+"""Faults that follow one node and not the program: a missing mount, a full disk, a bad library, a chip that computes
+wrongly. Pure.
+
+Rules
+-----
+* What a program has failed by on one node alone is tried once elsewhere: the task's next worker goes to another node
+  where one has room (`nodes_to_leave`; the back-off holds). The same on a second node is the program's, whatever it is.
+* Where the task is calm again without the node, the fault is local to the node, *for that task*: its workers avoid the
+  node where others have room, and people are told. Where it is calm on the node, nothing is held against it.
+* One fault of one task isolates no node: transient faults of a program come somewhere each time. Two tasks with a fault
+  that is local to the same node within TOGETHER_US do (`accused_nodes`); then it is checked as any other.
+* A loss that is no finite number is asked of another replica: the survivors of its worker compute the same micro-batch
+  of the same iteration with the same parameters. Is theirs not finite either, it has come on two nodes: the program's.
+  Do they commit that iteration without the node, it is refuted: the node's, at once, and not forgotten when the task is
+  calm there; a second one on the node isolates it. Where no member had survived, or another one of the node has
+  computed it, nothing is refuted, and the rules above hold.
+* A local fault is forgotten when the node's agent starts anew, when a person uncordons the node, when it is readmitted,
+  and when the task is calm on it.
+
+What does not live here: whose fault an end is (program_faults.py), what is counted (folding/failure_counts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from msgspec.structs import replace
+
+from unicrond.core.state.changes import with_task
+from unicrond.core.state.state import ClusterState, Task
+from unicrond.core.state.task_parts import CALM_ITERATIONS, Crashes, LocalFault, Troubles
+from unicrond.events.vocabulary import StepCommitted
+
+#: Local faults of two tasks on one node within this time accuse the node.
+TOGETHER_US = 3600 * 1_000_000
+
+
+def nodes_to_leave(task: Task) -> tuple[str, ...]:
+    """Return the nodes that the task's program has failed on as it has nowhere else."""
+    crashes = task.troubles.crashes
+    alone = crashes.nodes if crashes is not None and len(crashes.nodes) == 1 else ()
+    return tuple(dict.fromkeys((*alone, *task.troubles.local_faults)))
+
+
+def after_commit(task: Task, event: StepCommitted, *, calm: bool, now_us: int) -> Troubles:
+    """Return the record after iterations were committed: a fault of the program may turn out to be a node's, and a calm
+    program has none. `calm`: so is the newest group."""
+    troubles, membership = task.troubles, task.membership
+    crashes, faults = troubles.crashes, troubles.local_faults
+    nodes = {member.node for member in membership.members} if membership else set()
+    if crashes is not None and event.generation == task.generation and _is_refuted(task, event, crashes, nodes):
+        (node,) = crashes.nodes
+        text = f"{crashes.text}, and the same micro-batch is finite on other nodes"
+        times = faults[node].refuted + 1 if node in faults else 1
+        faults = faults | {node: LocalFault(text=text, at_us=now_us, refuted=times)}
+        return replace(troubles, crashes=None, local_faults=faults)
+    if crashes is not None and not crashes.waits and event.last >= crashes.best + CALM_ITERATIONS:
+        for node in crashes.nodes if len(crashes.nodes) == 1 else ():
+            if node not in nodes and node not in crashes.refusals and node not in faults:
+                faults = faults | {node: LocalFault(text=crashes.text, at_us=now_us)}
+        troubles = replace(troubles, crashes=None, local_faults=faults)
+    if calm and any(not fault.refuted and node in nodes for node, fault in faults.items()):
+        faults = {node: fault for node, fault in faults.items() if fault.refuted or node not in nodes}
+        troubles = replace(troubles, local_faults=faults)
+    return troubles
+
+
+def _is_refuted(task: Task, event: StepCommitted, crashes: Crashes, nodes: Collection[str]) -> bool:
+    """Return whether other replicas have computed, to a finite loss, what was no finite number on one node."""
+    if not crashes.same_nan or len(crashes.nodes) != 1 or crashes.nodes[0] in nodes:
+        return False
+    if event.last < crashes.iteration or event.generation <= crashes.generation or task.membership is None:
+        return False
+    return any(int(m.worker.rpartition(".")[2]) < crashes.below for m in task.membership.members)
+
+
+def without(troubles: Troubles, node: str) -> Troubles:
+    """Return the record without what is local to the node."""
+    if node not in troubles.local_faults:
+        return troubles
+    faults = {name: fault for name, fault in troubles.local_faults.items() if name != node}
+    return replace(troubles, local_faults=faults)
+
+
+def forgiven(state: ClusterState, node: str) -> ClusterState:
+    """Return the state in which nothing local is held against the node: it may have been mended."""
+    for task in state.tasks.values():
+        if node in task.troubles.local_faults:
+            state = with_task(state, replace(task, troubles=without(task.troubles, node)))
+    return state
+
+
+def accused_nodes(state: ClusterState) -> Iterator[tuple[str, str]]:
+    """Yield the nodes that local faults isolate, and the reason."""
+    faults: dict[str, dict[str, LocalFault]] = {}
+    for task in state.tasks.values():
+        for node, fault in task.troubles.local_faults.items():
+            if state.now_us - fault.at_us <= TOGETHER_US:
+                faults.setdefault(node, {})[task.name] = fault
+    for node, by_task in faults.items():
+        if sum(max(1, fault.refuted) for fault in by_task.values()) > 1:
+            newest = max(by_task.values(), key=lambda fault: fault.at_us)
+            tasks = " and ".join(sorted(by_task))
+            yield node, f"{tasks} {'fails' if len(by_task) == 1 else 'fail'} here alone: {newest.text}"
+
+
+def fault_text(task: Task, node: str) -> str:
+    """Say, for people, what the task's program has failed by on this node alone."""
+    return f"fails on {node} alone: {task.troubles.local_faults[node].text}"
