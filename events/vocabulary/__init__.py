@@ -38,6 +38,9 @@ from unicrond.events.vocabulary.field_types import (
     RepairNeed, SERIAL_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
     WORKERS_MAX, WorkerId, WorkerOrNone,
 )
+from unicrond.events.vocabulary.holds import (
+    DecisionHeld, HeldAction, HoldDecision, HoldLifted, HoldLimit, held_action, hold_key,
+)
 from unicrond.events.vocabulary.links import (
     LinkCondition, LinkProbe, LinksProbed, ProbeLinks, ProbedPeer, WorkersWithdrawn,
 )
@@ -107,6 +110,7 @@ __all__ = [
     "Count",
     "DeadlineExpired",
     "Decision",
+    "DecisionHeld",
     "DegradationObserved",
     "DrainStarted",
     "DropState",
@@ -127,6 +131,10 @@ __all__ = [
     "GpuSpec",
     "HangSuspected",
     "Heartbeat",
+    "HeldAction",
+    "HoldDecision",
+    "HoldLifted",
+    "HoldLimit",
     "IncidentEscalated",
     "InjectFault",
     "InjectionRequested",
@@ -225,6 +233,8 @@ __all__ = [
     "WorkerStarted",
     "WorkerWaiting",
     "WorkersWithdrawn",
+    "held_action",
+    "hold_key",
     "workers_in",
 ]  # fmt: skip
 
@@ -245,6 +255,7 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
+    | DecisionHeld | HoldLifted
     | RepairEnded | AlarmEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
     | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed
     | TransitionCompleted

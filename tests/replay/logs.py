@@ -243,6 +243,13 @@ def _by_people(scene: _Scene) -> None:
     cluster.append(v.DrainStarted(node="n3", reason="no worker is on it"), "coordinator", term)
     cluster.run()
     cluster.uncordon("n3")
+    held = v.DecisionHeld(
+        action="isolation", node="n3", reason="XID 94", limit="isolated_share", detail="2 of 8 are out"
+    )
+    cluster.append(held, "coordinator", term)
+    lifted = v.HoldLifted(action="isolation", node="n3", reason="nothing asks for it any more")
+    cluster.append(lifted, "coordinator", term)
+    cluster.run()
     cluster.append(v.NodeEnrolled(node="n4", key="U" + "A" * 55, expires_us=0), "api", term)
     cluster.append(v.NodeRevoked(node="n4", reason="by hand"), "api", term)
     cluster.run()

@@ -9,9 +9,9 @@ Rules
 * A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
-Order in one call: give up workers, fail tasks, isolate, readmit and empty nodes, withdraw workers from bad links; adopt
-a plan; probe links; per task regroup, staff; end what is unwanted; close incidents; pass on ordered faults; forget
-nodes; where none of this is asked for, learn.
+Order in one call: give up workers, fail tasks, isolate, readmit and empty nodes, withdraw workers from bad links, each
+as far as the brakes allow (nodes/brakes.py); adopt a plan; probe links; per task regroup, staff; end what is unwanted;
+close incidents; pass on ordered faults; forget nodes; where none of this is asked for, learn.
 
 Which response a failure gets (reattempt in place, restart, reconfigure, the end of the task): deciding/response.py.
 
@@ -56,6 +56,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     nodes.readmit_nodes(batch)
     nodes.begin_drains(batch)
     links.withdraw_workers(batch)
+    batch.tell_holds()
     if batch.events:
         return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh

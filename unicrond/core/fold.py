@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from unicrond.core.folding import (
     accelerators,
-    alarms,
     commands,
     deadlines,
+    holds,
     injections,
     links,
     nodes,
@@ -43,7 +43,7 @@ from unicrond.core.nodes import isolation
 from unicrond.core.rules import admission
 from unicrond.core.rules.invariants import newly_broken
 from unicrond.core.state.ordered_map import put
-from unicrond.core.state.policy import quotas_among
+from unicrond.core.state.policy import brakes_among, quotas_among
 from unicrond.core.state.state import ClusterState
 from unicrond.core.worth.costs import with_costs
 from unicrond.events import vocabulary as v
@@ -95,6 +95,7 @@ def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> Cl
         check_limit_us=isolation.limit_us(event.policy, "check_timeout_s"),
         repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
         quotas=quotas_among(event.policy),
+        brakes=brakes_among(event.policy),
         starvation_us=int(event.policy.get("starvation_s", 0.0) * 1e6),
     )
 
@@ -118,6 +119,8 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeForgotten: nodes.node_forgotten,
     v.NodeIsolated: nodes.node_isolated,
     v.NodeReadmitted: nodes.node_readmitted,
+    v.DecisionHeld: holds.decision_held,
+    v.HoldLifted: holds.hold_lifted,
     v.DrainStarted: lambda state, event, _: departures.drain_begun(state, event),
     v.RepairEnded: lambda state, event, _: isolation.repair_ended(state, event),
     v.NodeCordoned: nodes.node_cordoned,
@@ -159,10 +162,10 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.ReshapeRequested: tasks.reshape_requested,
     v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,
-    v.AlarmAcknowledged: alarms.alarm_acknowledged,
-    v.AlarmSilenced: alarms.alarm_silenced,
-    v.AlarmAssigned: alarms.alarm_assigned,
-    v.AlarmEnded: alarms.alarm_ended,
+    v.AlarmAcknowledged: injections.alarm_acknowledged,
+    v.AlarmSilenced: injections.alarm_silenced,
+    v.AlarmAssigned: injections.alarm_assigned,
+    v.AlarmEnded: injections.alarm_ended,
     v.IncidentEscalated: responses.incident_escalated,
     v.EntrySkipped: _ignore,  # read before the fold (events/log/skips.py)
     v.DeadlineExpired: deadlines.deadline_passed,

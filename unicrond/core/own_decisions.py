@@ -26,7 +26,17 @@ from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 #: So many batches without effect, one after the other, stop the appending.
 IDLE_MAX = 20
-_SUBSTANCE = ("nodes", "tasks", "incidents", "closed_incidents", "plan", "injections", "worker_mtbf_us", "term")
+_SUBSTANCE = (
+    "nodes",
+    "tasks",
+    "incidents",
+    "closed_incidents",
+    "plan",
+    "injections",
+    "worker_mtbf_us",
+    "term",
+    "holds",
+)
 
 
 class DecidingStopped(Exception):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unicrond.core.faults.program_faults import is_looping, looping_text
+from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
@@ -78,6 +79,7 @@ def status(options: argparse.Namespace) -> None:
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
         **_looping(state),
+        **{f"held {number}": line for number, line in enumerate(hold_lines(state), start=1)},
         "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
     }
     if options.at is None:

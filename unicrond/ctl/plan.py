@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.nodes.gpu_types import of_assignment
 from unicrond.core.worth.gradient_memory import gradients
 from unicrond.ctl.client import ApiRefused, Client
@@ -70,6 +71,7 @@ def _summary(state: ClusterState) -> dict[str, str]:
         "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.duration_us)}{reused}",
         **({"waiting": "; ".join(pending)} if (pending := pending_tasks(state)) else {}),
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
+        **({"held": "; ".join(holds)} if (holds := hold_lines(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from unicrond.core.faults.program_faults import looping_text
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes.brakes import isolation_hold
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment
 from unicrond.core.nodes.isolation import waits_for
@@ -50,8 +51,13 @@ def _node_reason(state: ClusterState, node: Node) -> str:
     """Return why the node does not work, and what it waits for; "" where it works."""
     prediction = "" if node.isolation.active else node.health.failure_forecast
     failure = prediction and f"expected to fail: {prediction}"
+    hold = isolation_hold(state, node.name)
+    hold_text = f"not isolated, held by policy.{hold.limit}: {hold.reason}" if hold else ""
     return "; ".join(
-        filter(None, (waits_for(state, node), node.reason or node.cordon.reason, departure_text(node), failure))
+        filter(
+            None,
+            (hold_text, waits_for(state, node), node.reason or node.cordon.reason, departure_text(node), failure),
+        )
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from unicrond.core.faults.local_faults import fault_text
 from unicrond.core.faults.program_faults import looping_text, occurrences
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, Task, TaskStatus
@@ -105,6 +106,8 @@ def _task(state: ClusterState, name: str) -> list[Section]:
             f"{', '.join(crashes.nodes)}, first {_when(crashes.first_us)}, last {_when(crashes.last_us)};"
             f" {occurrences(crashes.fruitless)} without a new iteration"
         )
+    if holds := hold_lines(state, task=name):
+        facts["held"] = "; ".join(holds)
     if task.troubles.local_faults:
         facts["avoids"] = "; ".join(fault_text(task, node) for node in task.troubles.local_faults)
     if task.troubles.strikes:
@@ -148,6 +151,8 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         probation = node.isolation.probation
         last = f", last: {probation.last} ({_when(probation.last_us)})" if probation and probation.last else ""
         facts["isolated"] = f"{node.isolation.count} times{last}"
+    if holds := hold_lines(state, node=name):
+        facts["held"] = "; ".join(holds)
     if suspicion := node.health.suspicion:
         facts["suspected"] = f"{occurrences(suspicion.count)} since {_when(suspicion.since_us)}: {suspicion.cause}"
     if node.health.repair_need:

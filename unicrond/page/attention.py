@@ -2,7 +2,8 @@
 
 Rules
 -----
-* Only what does not pass by itself, and what is under way: open incidents, nodes that are out without a person's order,
+* Only what does not pass by itself, and what is under way: open incidents, decisions that are held (nodes/brakes.py),
+  nodes that are out without a person's order,
   tasks without workers, tasks that have failed and did a step or were submitted within the last hour. Incidents come
   first, the worst of them before the others.
 * An incident stands with the first line of its account (views/accounts.py).
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from unicrond.core.nodes.brakes import hold_text, remedy
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.alarms import Alarm, AlarmHandling
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
@@ -34,6 +36,7 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dic
         )
         for incident in worst_first
     ]
+    rows += [_row(hold_text(hold), remedy(hold), "cluster") for hold in state.holds.values()]
     for task in state.tasks.values():
         if text := _trouble_of_task(state, task):
             has_failed = task.status is TaskStatus.FAILED

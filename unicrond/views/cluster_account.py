@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+from unicrond.core.nodes.brakes import hold_text
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, TaskStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.phrases import clean, count, format_time
@@ -97,6 +98,7 @@ def _now(state: ClusterState, alarms: Sequence[str] | None) -> list[str]:
     lines = [f"  ALARM: {alarm}" for alarm in alarms or ()]
     lines.append(f"  nodes: {len(state.nodes) - len(out)} of {len(state.nodes)} in service{_listed('; out: ', out)}")
     lines.append(f"  tasks: {len(state.active)} active{_listed('; without workers: ', idle)}")
+    lines += [f"  held: {_short(hold_text(hold))}" for hold in state.holds.values()]
     lines += [
         f"  open: {incident.id} {incident.kind} on {incident.node}: {_short(incident.message)}"
         for incident in state.incidents.values()
@@ -131,6 +133,8 @@ def _topic_of(event: v.AnyEvent, before: ClusterState, after: ClusterState) -> T
             return "nodes"
         case v.NodeLost() | v.NodeReturned() | v.NodeLeft() | v.NodeIsolated() | v.NodeReadmitted() | v.NodeForgotten():
             return "nodes"
+        case v.DecisionHeld() | v.HoldLifted():
+            return "nodes" if event.node else "tasks"
         case v.CoordinatorStarted():
             return "people and heads"
         case _:

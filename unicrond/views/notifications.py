@@ -12,6 +12,7 @@
 | `takeover` | a coordinator has taken over from another |
 | `no_spare` | the last free slot is in use, while the plan lacks workers that a healthy cluster would have |
 | `link` | nothing passes between two nodes, or it takes long, by both nodes' word |
+| `held` | a decision is held by a brake: a person is needed; and when that is over |
 | `refused` | an isolated node has failed its health check or its repair |
 
 Rules
@@ -34,6 +35,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from unicrond.core.faults import links
 from unicrond.core.faults.program_faults import is_looping, looping_text
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes import brakes
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus
@@ -50,6 +52,7 @@ Rule: TypeAlias = Literal[
     "takeover",
     "no_spare",
     "link",
+    "held",
     "refused",
 ]
 Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
@@ -90,6 +93,11 @@ def step_notices(step: LogStep) -> list[Notice]:
                     alarm=f"node-isolated:{event.node}",
                 )
             )
+        case v.DecisionHeld() if event.key in after.holds:
+            remedies = (brakes.remedy(after.holds[event.key]), "unicronctl status")
+            notices.append(Notice(f"hold:{event.key}", "held", "critical", event.sentence(), event.reason, remedies))
+        case v.HoldLifted() if event.key in before.holds:
+            notices.append(Notice(f"hold:{event.key}", "held", "info", event.sentence(), is_over=True))
         case v.NodeReadmitted() if _is_isolated(before, event.node) and not _is_isolated(after, event.node):
             title = f"node {event.node} works again"
             notices.append(Notice(f"node:{event.node}", "isolated", "info", title, event.reason, is_over=True))

@@ -10,7 +10,7 @@ import msgspec
 
 from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.planning.placement import place
-from unicrond.core.state.state import ClusterState, Node, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
 from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.core.tasks.starvation import ranks
 from unicrond.events import vocabulary as v
@@ -23,10 +23,12 @@ JUDGEMENT_RULES: dict[str, str] = {
     "members_stay_within_max": "No task has more than max_workers members, but while its state is handed over.",
     "production_goes_first": "No task of a plan stands while those of lower priority have the room for it.",
     "nodes_are_used": "A healthy node is in use within a minute of being wanted.",
+    "brakes_hold": "The coordinator takes no more nodes out than its brakes allow.",
 }
 #: How long a healthy node may be idle though a task wants it, and how long a handover may take.
 USED_WITHIN_S = 60.0
 HANDED_OVER_WITHIN_S = 30.0
+_HOUR_US = 3_600_000_000
 
 
 class PlanCauses(msgspec.Struct, frozen=True):
@@ -89,6 +91,23 @@ def programs_move_no_others(
                 rival, share = basis.tasks[name], shares.get(name)
                 if share and share.workers >= task.spec.min_workers and rival.spec.priority <= task.spec.priority:
                     return f"plan {plan.epoch} stops {task.name} for {name}, which fails without progress"
+    return ""
+
+
+def brakes_hold(before: ClusterState, basis: ClusterState, node: str, times_us: Collection[int]) -> str:
+    """Check an isolation. `before`: the state that it is folded into, `basis`: that it was decided in. `times_us`: all
+    isolations so far, this one as well."""
+    limits = basis.brakes
+    recent = [time_us for time_us in times_us if time_us > basis.now_us - _HOUR_US]
+    if len(recent) > limits.isolations_per_hour:
+        return f"{node} is isolated, the {len(recent)}th within an hour (at most {limits.isolations_per_hour})"
+    present = [peer for peer in basis.nodes.values() if peer.status is not NodeStatus.LEFT and peer.name != node]
+    isolations = {peer.name for peer in before.nodes.values() if peer.isolation.active}
+    isolated_peers = [peer.name for peer in present if peer.name in isolations and not peer.cordon.active]
+    losses = [peer.name for peer in present if peer.status is NodeStatus.LOST and not peer.cordon.active]
+    count, of = len({*isolated_peers, *losses}) + 1, len(present) + 1
+    if isolated_peers and count > limits.isolated_share * of:
+        return f"{node} is isolated: {count} of {of} nodes are out, at most {limits.isolated_share:g} of them may be"
     return ""
 
 

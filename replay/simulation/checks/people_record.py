@@ -22,6 +22,8 @@ class PeopleRecord:
         self._failures: dict[str, int] = {}
         self._best: dict[str, int] = {}
         self._causes: PlanCauses | None = None
+        #: When nodes were isolated, by the log's clock.
+        self._isolations_us: list[int] = []
         #: Since when a node has been idle though a task wants it, seconds.
         self._idle_since_s: dict[str, float] = {}
         #: Since when a task has had more members than it may have.
@@ -45,6 +47,9 @@ class PeopleRecord:
             case v.NodeIsolated():
                 story = rules.programs_accuse_no_node(basis, event, self.programs, touched, calm=self.calm)
                 yield "programs_accuse_no_node", story
+                self._isolations_us.append(max(entry.recorded_at_us, before.now_us))
+                story = rules.brakes_hold(before, basis, event.node, self._isolations_us)
+                yield "brakes_hold", story
             case v.PlanAdopted():
                 failing = [name for name in self._failures if name in basis.tasks]
                 yield "programs_move_no_others", rules.programs_move_no_others(basis, event, failing, self._causes)

@@ -54,16 +54,7 @@ class World:
         self.log_clock = HostClock(loop)
         self.server = LogServer(loop, self.log_clock, self.rng("log"), self.checker.on_entry)
         self.beats = Beats(self.server, self.log_clock.wall_us)
-        self.policy = Policy(
-            symptom_window_s=0.3,
-            worker_start_s=12.0,
-            regroup_s=8.0,
-            isolation_s=4.0,
-            strikes_max=self.shape.choice((2, 3)),
-            stuck_max=self.shape.choice((8, 30)),
-            forget_s=5.0,
-            part_bytes=self.rng("parts").choice((1, 1, PART_BYTES)),
-        )
+        self.policy = self._draw_policy()
         self.checker.strikes_max = self.policy.strikes_max
         self.training = Training(
             loop,
@@ -106,6 +97,19 @@ class World:
         self._request_count = 0
         self.cordoned: set[str] = set()
         self._requests: set[asyncio.Task[Any]] = set()
+
+    def _draw_policy(self) -> Policy:
+        return Policy(
+            symptom_window_s=0.3,
+            worker_start_s=12.0,
+            regroup_s=8.0,
+            isolation_s=4.0,
+            strikes_max=self.shape.choice((2, 3)),
+            stuck_max=self.shape.choice((8, 30)),
+            forget_s=5.0,
+            part_bytes=self.rng("parts").choice((1, 1, PART_BYTES)),
+            isolations_per_hour=self.rng("brakes").choice((2, 10, 10)),
+        )
 
     def rng(self, part: str) -> random.Random:
         """Return a part's own source of chance."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from unicrond.core.deciding import memberships
+from unicrond.core.nodes import brakes
 from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
 from unicrond.core.rules import plan_problems
 from unicrond.core.tasks import starvation
@@ -78,6 +79,10 @@ def _never_grow() -> None:
     patch(plan_problems, "_task_problem", make)
 
 
+def _release_brakes() -> None:
+    patch(brakes, "limit_on", lambda _: lambda *decision: None)
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -85,5 +90,6 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "prefer_what_fails": Mutant("the floor of a task that fails goes before all others", _prefer_what_fails),
     "let_leavers_stay": Mutant("members that are to leave stay beside those that replace them", _let_leavers_stay),
     "forget_priorities": Mutant("the plan ignores priorities", _forget_priorities),
+    "release_brakes": Mutant("every decision passes the brakes", _release_brakes),
     "never_grow": Mutant("a task that has workers never gets more", _never_grow),
 }

@@ -1,4 +1,7 @@
-"""A batch: the decisions of one call of `decide`, which are committed to the log together."""
+"""A batch: the decisions of one call of `decide`, which are committed to the log together.
+
+It is the one place where a decision that takes something out passes the brakes (nodes/brakes.py).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from unicrond.core.faults.program_faults import signature_of
+from unicrond.core.nodes import brakes
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import NodeStatus, Task, Worker, WorkerStatus
 from unicrond.events import vocabulary as v
@@ -20,6 +25,8 @@ class DecisionBatch:
         self.survey = survey
         self.state = survey.state
         self.events: list[v.AnyEvent] = []
+        #: What a limit holds, by key.
+        self.holds: dict[str, v.DecisionHeld] = {}
         #: Per node, how many workers this batch starts there.
         self.started: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}
@@ -33,7 +40,13 @@ class DecisionBatch:
 
     def add(self, event: v.AnyEvent, readers: Iterable[int] = ()) -> None:
         """Add a decision in the schema of its readers; fields and types that they do not know are left out. `readers`:
-        the schemas of the nodes that read the decision in the log. A command is for the agent that is known now."""
+        the schemas of the nodes that read the decision in the log. A command is for the agent that is known now. What a
+        brake holds is not added, and stands in `holds`."""
+        if key := self.hold_key_of(event):
+            limit = brakes.limit_on(self.state, event, self.events)
+            if limit is not None:
+                self.holds[key] = self._hold(event, limit)
+                return
         schema = min([self.state.schema, *readers])
         if isinstance(event, v.Command):
             node = self.state.nodes[event.node]
@@ -42,6 +55,52 @@ class DecisionBatch:
         readable_event = lowered(event, schema)
         if readable_event is not None:
             self.events.append(readable_event)
+
+    def hold_key_of(self, event: v.AnyEvent) -> str:
+        """Return what names the hold of a decision that takes something out; "" for any other."""
+        match event:
+            case v.NodeIsolated():
+                return v.hold_key("isolation", node=event.node)
+            case v.IncidentEscalated():
+                return v.hold_key("eviction", worker=event.worker)
+            case v.WorkersWithdrawn():
+                return v.hold_key("withdrawal", task=event.task, node=event.node)
+        return ""
+
+    def _hold(self, event: v.AnyEvent, limit: brakes.BrakeLimit) -> v.DecisionHeld:
+        worker = getattr(event, "worker", "")
+        task = getattr(event, "task", worker.rpartition(".")[0])
+        node = self.state.tasks[task].workers[worker].node if worker else getattr(event, "node", "")
+        action: v.HeldAction = "isolation" if isinstance(event, v.NodeIsolated) else "withdrawal"
+        return v.DecisionHeld(
+            action="eviction" if worker else action,
+            node=node,
+            task=task,
+            worker=worker,
+            reason=getattr(event, "reason", ""),
+            limit=limit.name,
+            detail=limit.detail,
+        )
+
+    def tell_holds(self) -> None:
+        """Add a DecisionHeld for what is held anew, or for another reason, and a HoldLifted for what nothing asks for
+        any more."""
+        for key, event in self.holds.items():
+            old = self.state.holds.get(key)
+            if old is None or old.limit != event.limit or signature_of(old.reason) != signature_of(event.reason):
+                self.add(event)
+        executions = {self.hold_key_of(event) for event in self.events}
+        for key, hold in self.state.holds.items():
+            if key not in self.holds and key not in executions and not brakes.stands(self.state, hold):
+                self.add(
+                    v.HoldLifted(
+                        action=hold.action,
+                        node=hold.node,
+                        task=hold.task,
+                        worker=hold.worker,
+                        reason="nothing asks for it any more",
+                    )
+                )
 
     def command_id(self, node: str) -> str:
         """Return the next command id of the node: "term.epoch.node.number"."""

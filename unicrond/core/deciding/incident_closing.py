@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import FLOPS_MAX
-from unicrond.core.deciding.response import is_break
+from unicrond.core.deciding.response import is_break, is_refuted
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState, Incident, Task, TaskStatus
@@ -25,6 +25,8 @@ def close_incident(batch: DecisionBatch, incident: Incident, fresh: bool) -> Non
             continue
         # Members of a broken group cannot leave at a boundary; they form a group again first, whatever the plan says.
         apart = is_break(incident, task) and reconcile.has_state(task)
+        if is_refuted(task, incident):
+            continue
         if apart or not _has_recovered(batch.survey, task, broken):
             return
     end_us = incident.resumed_us or state.now_us

@@ -104,16 +104,20 @@ def _placed_elsewhere(
     types: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> Placement:
     """Place the tasks; those that avoid nodes elsewhere, where there is room. On an avoided node only the other tasks'
-    present workers have seats then."""
+    present workers have seats then, and on one whose isolation is held only workers that live."""
     apart = survey.barred_pairs
     placed = place_apart(counts, shapes, survey.capacity, current, types, apart)
-    avoided = {node for name in counts for node in survey.avoided.get(name, ())}
+    avoided = {node for name in counts for node in survey.avoided.get(name, ())} | {*survey.held_nodes}
     if not avoided:
         return placed
     stays = {
         name: [nodes for nodes in replicas if not set(survey.avoided.get(name, ())).intersection(nodes)]
         for name, replicas in current.items()
     }
+    for name in stays if survey.held_nodes else ():
+        for nodes in survey.staffing(survey.state.tasks[name]).missing:
+            if nodes in stays[name] and not set(survey.held_nodes).isdisjoint(nodes):
+                stays[name].remove(nodes)
     seats = Counter(node for replicas in stays.values() for nodes in replicas for node in nodes)
     capacity = {node: min(slots, seats[node]) if node in avoided else slots for node, slots in survey.capacity.items()}
     elsewhere = place_apart(counts, shapes, capacity, stays, types, apart)

@@ -30,6 +30,7 @@ faults/blame.py)
 * Where probes say that nothing passes between two of the members, nobody is given up for broken connections: the task
   goes on without one end (faults/links.py).
 * A task that makes progress is not failed, whichever workers end.
+* Isolations, and evictions on suspicion, pass the brakes (nodes/brakes.py); what they hold is decided again each time.
 
 What does not live here: the decisions that carry a response out (memberships.py, worker_placement.py, plans.py,
 nodes.py), what it does to the state (folding/responses.py).
@@ -44,6 +45,8 @@ from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.faults import blame, links, local_faults
 from unicrond.core.faults.program_faults import number_of, occurrences, training_nodes
 from unicrond.core.faults.severity import severity_of
+from unicrond.core.nodes import brakes
+from unicrond.core.nodes.brakes import SUSPICIONS
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.policy import Policy
@@ -133,7 +136,10 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         broke = severity_of(incident.kind, state.severity) is Severity.SEV3
         if broke and incident.generations.get(task.name) not in task.in_use:
             return  # it only reported a break that a newer group has replaced; the plan moves it off an isolated node
-        yield Eviction(worker, incident.severity, f"it reported {incident.kind} and still runs")
+        if incident.kind not in SUSPICIONS:
+            yield Eviction(worker, incident.severity, f"it reported {incident.kind} and still runs")
+        elif not is_refuted(task, incident):
+            yield Eviction(worker, incident.severity, "it still runs")
     elif links.explain(state, task):
         return  # what the links' probes say is better evidence than who reported what
     elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
@@ -141,6 +147,13 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]
         for suspect, cause in suspects:
             yield Eviction(suspect, Severity.SEV2, f"{again}; {cause}")
+
+
+def is_refuted(task: Task, incident: Incident) -> bool:
+    """Return whether a worker that was suspected, and not given up, has gone on: its group has made a step since."""
+    worker = task.workers.get(incident.worker)
+    lives = worker is not None and worker.alive and task.progress.committed_generation == task.generation
+    return incident.kind == "hang" and lives and task.progress.last_commit_us > incident.detected_us
 
 
 def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
@@ -191,7 +204,9 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
         faults = []
     window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
-    accused = {node for node, _ in faults} | {incident.node for incident in blamed}
+    holds = {node: hold for node in brakes.held_nodes(state) if (hold := brakes.isolation_hold(state, node))}
+    broken_nodes = [node for node, hold in holds.items() if hold.cause == "hardware"]
+    accused = {node for node, _ in faults} | {incident.node for incident in blamed} | {*broken_nodes}
     flaps_max = policy.flaps_max
     candidates = dict.fromkeys([*survey.nodes.returned, *survey.nodes.foretold, *accused])
     for name in in_order(state.nodes, [name for name in candidates if name in state.nodes]):
@@ -205,6 +220,8 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
             reasons.append(f"flapping: lost and returned {occurrences(len(flaps))} within {policy.flap_window_s:g} s")
         if node.health.failure_forecast and _can_spare(survey, node):
             reasons.append(f"its failure is expected: {node.health.failure_forecast}")
+        elif node.name in broken_nodes:
+            reasons.append(holds[node.name].reason)
         if reasons:
             yield node.name, reasons[0]
 

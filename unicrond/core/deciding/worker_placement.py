@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.response import waits_for_restart, waits_for_step
+from unicrond.core.nodes import brakes
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Task, TaskStatus, WorkerStatus
 from unicrond.core.tasks import reconcile
@@ -19,7 +20,7 @@ def staff(batch: DecisionBatch, task: Task, policy: Policy) -> None:
     for nodes in staffing.missing if not waits_for_restart(task) else ():
         if not batch.has_room(nodes):
             continue  # another worker still has the slot; its end leads to the next decision
-        if any(waits_for_step(task, node, policy) for node in nodes):
+        if any(waits_for_step(task, node, policy) or brakes.waits(state, node) for node in nodes):
             continue
         store = state.nodes[nodes[0]].store
         for shard, node in enumerate(nodes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.folding import failure_counts as strikes
-from unicrond.core.folding import incidents, links, nodes
+from unicrond.core.folding import holds, incidents, links, nodes
 from unicrond.core.folding.incidents import Fact, is_symptom
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes import isolation
@@ -23,6 +23,7 @@ _HANDLERS = {
     "links": links.meeting_is_long,
     **dict.fromkeys(("wait", "turn"), turns.deadline_passed),
     "restart": strikes.restart_due,
+    **dict.fromkeys(("hold", "brake"), holds.deadline_passed),
 }
 
 

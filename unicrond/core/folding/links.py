@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from unicrond.core.faults.links import CALM_US, probed_nodes
 from unicrond.core.faults.severity import severity_of
-from unicrond.core.folding import commands, incidents
+from unicrond.core.folding import commands, holds, incidents
 from unicrond.core.folding.incidents import Fact, broken_generation
 from unicrond.core.state.changes import with_incident, with_task, with_worker
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
@@ -137,6 +137,10 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
     workers = [task.workers[name] for name in names if can_move(task.workers[name], v.WorkersWithdrawn)]
     if not workers:
         return state
+    state = holds.without_hold(
+        holds.count_eviction(state, task.name), v.hold_key("withdrawal", task=task.name, node=event.node)
+    )
+    task = state.tasks[task.name]
     broken = broken_generation(task, [worker.worker for worker in workers])
     for worker in workers:
         task = with_worker(task, given_up(worker))

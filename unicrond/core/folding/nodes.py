@@ -6,7 +6,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.faults import local_faults
-from unicrond.core.folding import commands, incidents, injections, links
+from unicrond.core.folding import commands, holds, incidents, injections, links
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -201,7 +201,8 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
     node = state.nodes.get(event.node)
     if node is None:
         return state
-    isolated = isolation.begin(state, node, event.reason)
+    node = isolation.begin(state, node, event.reason)
+    state = holds.count_isolation(state, event.node)
     for incident in state.incidents.values():
         if incident.node == event.node:  # the restart has failed: another plan is needed
             state = with_incident(state, advance(incident, IncidentTrigger.NODE_ISOLATED, severity=Severity.SEV1))
@@ -211,7 +212,7 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
             event.node, 0
         ):  # that explains its peers' losses
             state = with_task(state, replace(task, troubles=replace(troubles, ends={})))
-    return with_node(state, isolated)
+    return with_node(state, node)
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
@@ -246,6 +247,7 @@ def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -
     node = state.nodes.get(event.node)
     if node is None or agent_mismatch(state, event):
         return state
+    state = holds.acquit_node(state, event.node)
     node = departures.uncordoned(isolation.pardon(state, node, event.reason))
     node = replace(node, health=replace(node.health, failure_forecast=""))
     return with_node(local_faults.forgiven(state, event.node), node)
@@ -310,7 +312,7 @@ def node_forgotten(state: ClusterState, event: v.NodeForgotten, _: Envelope) -> 
 
 def _without(state: ClusterState, name: str) -> ClusterState:
     """Return the state without the node, its workers and its record."""
-    state = kept_states.forget_kept(injections.forget_injections(state, name), name)
+    state = kept_states.forget_kept(injections.forget_injections(holds.without_node(state, name), name), name)
     before = state.by_node
     for task in state.tasks.values():
         workers = before.of_task(name, task.name)

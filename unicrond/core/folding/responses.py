@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from unicrond.core.faults import blame, program_faults
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import failure_counts as strikes
-from unicrond.core.folding import incidents
+from unicrond.core.folding import holds, incidents
+from unicrond.core.nodes import brakes
 from unicrond.core.state.changes import find_worker, with_incident, with_task, with_worker
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
@@ -23,7 +24,9 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
     pair = find_worker(state, event.worker.rpartition(".")[0], event.worker)
     if incident is None or pair is None or not pair[1].alive:
         return state
-    task, worker = pair
+    if brakes.is_on_suspicion(state, event):
+        state = holds.count_eviction(state, pair[0].name)
+    task, worker = state.tasks[pair[0].name], pair[1]
     broken = incidents.broken_generation(task, [worker.worker])
     broke = severity_of(incident.kind, state.severity) is Severity.SEV3
     unclear = broke and worker.node not in blame.verdict(task, incident).clear
@@ -49,7 +52,9 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         )
         if not ordered and program_faults.is_part_of_last(task, worker, verdict):
             incident = replace(incident, is_program_fault=True)
-    return with_incident(with_task(state, task), incident)
+    return holds.without_hold(
+        with_incident(with_task(state, task), incident), v.hold_key("eviction", worker=event.worker)
+    )
 
 
 def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from unicrond.core.faults.hangs import is_stale, judge
-from unicrond.core.folding import failure_counts as strikes
-from unicrond.core.folding import incidents
+from unicrond.core.folding import holds, incidents
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.state.changes import find_worker, with_task
 from unicrond.core.state.ordered_map import put
@@ -51,7 +50,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     for culprit in verdict.culprits:
         since_us = max(0, envelope.observed_at_us - culprit.still_us)
         failure = f"hangs in {culprit.phase} of iteration {culprit.iteration}: {verdict.reason}"
-        state = strikes.give_up(state, task.name, task.workers[culprit.worker], "hang", failure, since_us)
+        state = holds.suspect(state, task.name, task.workers[culprit.worker], "hang", failure, since_us)
     return state
 
 
@@ -68,7 +67,7 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     if event.generation != task.generation or not task.is_member(worker.worker):
         return state
     failure = f"has other parameters than the other replicas before iteration {event.iteration}"
-    return strikes.give_up(state, task.name, worker, "corruption", failure, envelope.observed_at_us)
+    return holds.suspect(state, task.name, worker, "corruption", failure, envelope.observed_at_us)
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:

@@ -142,16 +142,18 @@ def without_suspicion(node: Node) -> Node:
 
 def _initial_probation(state: ClusterState, node: Node) -> Probation | None:
     """Return what a node waits for that is isolated now; None: only for a time."""
-    if not state.check_limit_us:
-        return None
-    if node.health.failure_forecast:
-        return Probation(cause="hardware")
+    return Probation(cause=cause_of(state, node)) if state.check_limit_us else None
+
+
+def cause_of(state: ClusterState, node: Node) -> str:
+    """Return what the node is accused of (Probation.cause)."""
+    hold = state.holds.get(v.hold_key("isolation", node=node.name))
+    if node.health.failure_forecast or (hold is not None and hold.cause == "hardware"):
+        return "hardware"
     blamed = (i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost")
     if any(incident.node == node.name for incident in blamed):
-        return Probation(cause="hardware")
-    if any(task.troubles.names(node.name) for task in state.tasks.values()):
-        return Probation(cause="strikes")
-    return Probation()
+        return "hardware"
+    return "strikes" if any(task.troubles.names(node.name) for task in state.tasks.values()) else ""
 
 
 def with_repair_need(node: Node, needs: v.RepairNeed) -> Node:

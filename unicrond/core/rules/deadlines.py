@@ -6,14 +6,15 @@ Ids name their subject so exactly that one which comes late means nothing any mo
 `#<nth>.<attempts>`), `drain:<node>#<us>.<lead>` and `empty:<node>#<us>` (near that time, and then),
 `window:<id>#near.<lead>` and `window:<id>#end`, `forget:<node>#<when it left>`, `wait:<task>#<us>` and
 `turn:<task>#<us>` (since then), `restart:<task>#<us>` (the back-off after a fault of its program then),
-`links:<task>#<generation>.<rounds>` (a meeting, or probes of links, take long).
+`links:<task>#<generation>.<rounds>` (a meeting, or probes of links, take long), `hold:<key>#<blows>` (the back-off on a
+node whose isolation is held) and `brake:<task>#<us>` (what was taken out then counts no more; "": a node).
 """
 
 from __future__ import annotations
 
 from unicrond.core.faults import links, program_faults
+from unicrond.core.nodes import brakes, isolation
 from unicrond.core.nodes import drains as departures
-from unicrond.core.nodes import isolation
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus, WorkerStatus
@@ -39,6 +40,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
     standing.update(isolation.deadlines(state, survey.nodes.isolated, policy.isolation_s))
     standing.update(turns.deadlines(state))
     standing.update(program_faults.deadlines(state))
+    standing.update(brakes.deadlines(state))
     standing.update(departures.deadlines(state, policy, survey.nodes.dated))
     standing.update(forgetting.deadlines(state, survey.nodes.left_nodes, policy.forget_s))
     for task in state.tasks.values():

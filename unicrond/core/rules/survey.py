@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from unicrond.core.faults.links import Pair, barred_pairs
 from unicrond.core.faults.program_faults import avoided_nodes, is_failing
-from unicrond.core.nodes import gpu_types
+from unicrond.core.nodes import brakes, gpu_types
 from unicrond.core.planning.problem import Curve
 from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.policy import Policy
@@ -108,10 +108,10 @@ class Survey:
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
     depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py.
-    `failing`: tasks whose programs fail, `avoided`: nodes that tasks are kept off, if there is room elsewhere
-    (faults/program_faults.py). `fresh`: the adopted
-    plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty
-    where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
+    `held_nodes`: those whose isolation is held (nodes/brakes.py). `failing`: tasks whose programs fail,
+    `avoided`: nodes that tasks are kept off, if there is room elsewhere (faults/program_faults.py). `fresh`: the
+    adopted plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types,
+    both empty where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -128,6 +128,16 @@ class Survey:
         self.failing = frozenset([task.name for task in self.active if is_failing(task)])
         avoided = {task.name: avoided_nodes(task, policy.strikes_max) for task in self.active}
         self.avoided: Mapping[str, tuple[str, ...]] = {name: nodes for name, nodes in avoided.items() if nodes}
+        #: Per task, the last answer and the parts that it was made of.
+        self._staffing: dict[str, tuple[Mapping[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
+            before._staffing if before else {}
+        )
+        self.held_nodes: tuple[str, ...] = brakes.held_nodes(state)
+        #: Per task, the held nodes on which the plan wants workers that are not there.
+        self._starts = {
+            task.name: brakes.start_nodes(self.staffing(task).missing, self.held_nodes) if self.held_nodes else ()
+            for task in self.active
+        }
         self._planned = tuple(
             [
                 (
@@ -137,6 +147,7 @@ class Survey:
                     *(("over quota",) * (task.name in self.over_quota)),
                     *(("fails",) * (task.name in self.failing)),
                     *self.avoided.get(task.name, ()),
+                    *(f"starts on {node}" for node in self._starts[task.name]),
                 )
                 for task in self.active
             ]
@@ -161,10 +172,6 @@ class Survey:
         )
         #: Per node, whether the plan would have room without it, with the plan and what it was made for.
         self._room: dict[str, tuple[tuple[int, str], bool]] = before._room if before else {}
-        #: Per task, the last answer and the parts that it was made of.
-        self._staffing: dict[str, tuple[Mapping[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
-            before._staffing if before else {}
-        )
 
     def room_without(self, node: str, look: Callable[[Survey, str], bool]) -> bool:
         """Return what `look` says of the plan without the node; it is called once for each plan, nodes and tasks."""

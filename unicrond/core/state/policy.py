@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from unicrond.core.state.holds import Brakes
 from unicrond.events.vocabulary.field_types import Workers
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
@@ -16,6 +17,9 @@ SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
 Argument = Annotated[str, Meta(min_length=1, max_length=1024)]
 Argv = Annotated[tuple[Argument, ...], Meta(max_length=64)]
 Limit = Annotated[float, Meta(ge=1.0, le=86_400.0)]
+#: What the state remembers of an hour.
+HourLimit = Annotated[int, Meta(ge=0, le=256)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 #: The name of a token, or "*": each owner who has no quota of his own.
 OwnerName: TypeAlias = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9][A-Za-z0-9_-]{0,62})\Z")]
 #: A third of the largest event: beside its last seats a membership has room for its peers.
@@ -45,7 +49,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `forget_s`: how long after a node has left in order it is forgotten; 0: never (node_removal.py).
     `quotas`: owner -> workers whose floors go before those of tasks over quota (quotas.py).
     `starvation_s`: how long a task may wait without workers before its `min_workers` go first (starvation.py); 0 =
-    without end. `part_bytes`: a membership whose seats take more is split into parts (events/vocabulary/placements.py).
+    without end. `isolations_per_hour`, `isolated_share` (of the nodes, at once), `evictions_per_hour` (of a task): how
+    much is taken out without a person (nodes/brakes.py). `part_bytes`: a membership whose seats take more is split into
+    parts (events/vocabulary/placements.py).
     """
 
     symptom_window_s: Seconds = 0.3
@@ -64,6 +70,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forget_s: SecondsOrNone = 7.0 * 86400
     starvation_s: SecondsOrNone = 0.0
     quotas: Mapping[OwnerName, Workers] = {}
+    isolations_per_hour: HourLimit = Brakes().isolations_per_hour
+    isolated_share: Share = Brakes().isolated_share
+    evictions_per_hour: HourLimit = Brakes().evictions_per_hour
     part_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
 
 
@@ -104,7 +113,12 @@ class Settings(NamedTuple):
 
 
 #: Numbers that came later, left out where nobody has set another.
-_USUAL = {"part_bytes": PART_BYTES, "forget_s": Policy().forget_s, "starvation_s": 0.0}
+_USUAL = {
+    "part_bytes": PART_BYTES,
+    "forget_s": Policy().forget_s,
+    "starvation_s": 0.0,
+    **msgspec.structs.asdict(Brakes()),
+}
 #: Before the owner's name, where a quota stands among the numbers.
 _QUOTA = "quotas."
 _LIMITS = ("check_timeout_s", "repair_timeout_s")
@@ -119,6 +133,16 @@ def settings_of(numbers: Mapping[str, float]) -> Settings:
     fields = {name: number for name, number in fields.items() if not name.startswith(_QUOTA)}
     fields["quotas"] = quotas_among(numbers)
     return Settings(msgspec.convert(fields, Policy, strict=False), heartbeat_s, *limits)
+
+
+def brakes_among(numbers: Mapping[str, float]) -> Brakes:
+    """Return the brakes of `Settings.numbers`; what is missing, or makes no sense, gets its default."""
+    limits = {name: numbers[name] for name in Brakes.__struct_fields__ if name in numbers}
+    try:
+        policy = msgspec.convert({name: int(n) if n.is_integer() else n for name, n in limits.items()}, Policy)
+    except (msgspec.ValidationError, OverflowError):
+        return Brakes()
+    return Brakes(**{name: getattr(policy, name) for name in Brakes.__struct_fields__})
 
 
 def quotas_among(numbers: Mapping[str, float]) -> dict[str, int]:

@@ -96,6 +96,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.starting_since_us",
     "group.probing",
     "troubles.local_faults",
+    "troubles.evictions_us",
 )
 
 #: Where each field of a flat node stands in a Node.

@@ -210,7 +210,8 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted. `stuck`:
     blows anywhere since the task last committed a new iteration. `ends`: per node, of how many broken links it was an
     end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
-    given up for that; `unclear_breaks`: how often of these another was as likely at fault.
+    given up for that; `unclear_breaks`: how often of these another was as likely at fault. `evictions_us`: when workers
+    were given up on suspicion, in the last hour (nodes/brakes.py).
     """
 
     strikes: dict[str, int] = always({})
@@ -222,6 +223,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     crashes: Crashes | None = None
     deaths: dict[str, str] = {}
     local_faults: dict[str, LocalFault] = {}
+    evictions_us: tuple[int, ...] = ()
 
     @property
     def of_nodes(self) -> bool:

@@ -48,6 +48,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from msgspec.structs import replace
 
 from unicrond.core.nodes import node_removal as forgetting
@@ -144,9 +145,9 @@ class Api:
             coordinator.views,
         )
 
-    def application(self) -> web.Application:
-        """Return the aiohttp application with all routes."""
-        app = web.Application(middlewares=[self._guard], client_max_size=256 * 1024)
+    def application(self, *outer: Middleware) -> web.Application:
+        """Return the aiohttp application with all routes. `outer`: middlewares that go before its own."""
+        app = web.Application(middlewares=[*outer, self._guard], client_max_size=256 * 1024)
         app.add_routes(
             [
                 web.get("/livez", self.alive),

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from unicrond.core.nodes.brakes import hold_summary
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.archive.archived_log import ArchivedLog
@@ -174,6 +175,8 @@ class HeadParts:
         if self._logins is not None:
             lines += self._logins.alarms()
         lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
+        if summary := hold_summary(self.coordinator.state):
+            lines.append(Alarm("decisions-held", summary))
         return lines + (self._certificates.alarms() if self._is_tls else [])
 
     @property

@@ -1,0 +1,199 @@
+"""Brakes: how much may be taken out of service without a person. Pure.
+
+Rules
+-----
+* At most `isolations_per_hour` nodes are isolated within an hour, and at most `isolated_share` of the nodes are out at
+  once. Out is what is isolated or lost. One node may be isolated in any cluster, however small.
+* Of one task at most `evictions_per_hour` workers are given up on suspicion within an hour: they hang, their group
+  breaks again and again, a link of their node is silent. Those that go together, within ROUND_US, are one. The limit is
+  a task's own: one whose workers are suspected without end keeps none from healing.
+* What a person does neither counts nor is stopped: `cordon`, `drain`, `maintain`, and an isolated node that a person
+  has cordoned. `uncordon` of a node that is not isolated for a brake takes back what is held against it.
+* A worker that has died, or says that it fails, is replaced whatever the brakes say. So is one that does not start, or
+  answer its membership, in time.
+* Beyond a limit the decision is *held*: it stands in the log once (DecisionHeld), people are told, and the task is
+  healed by restarts. Others' slots are preferred for what starts anew, and on the accused node it starts after a
+  back-off that doubles with each blow (BACK_OFF_US to BACK_OFF_MAX_US).
+* A hold ends when the decision is carried out, since the limit allows it again, or is wanted no longer. What the
+  machine itself is blamed for stays wanted until the node has been isolated, or a person has answered for it.
+
+What does not live here: who is to be isolated or evicted (deciding/response.py, deciding/links.py), how a hold gets
+into the log (deciding/batch.py), its fold (folding/holds.py), where workers go (rules/survey.py, deciding/plans.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from unicrond.core.faults.program_faults import BACK_OFF_MAX_US
+from unicrond.core.faults.severity import severity_of
+from unicrond.core.state.holds import StandingHold
+from unicrond.core.state.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.phrases import clean, count, to_the_second
+
+HOUR_US = 3_600_000_000
+#: Workers that are given up within so long go together.
+ROUND_US = 10_000_000
+BACK_OFF_US = 1_000_000
+#: Kinds of incident that are a suspicion: nobody has seen the process fail.
+SUSPICIONS = ("hang", "corruption")
+#: The most holds that one line names.
+_NAMES_MAX = 3
+
+
+class BrakeLimit(NamedTuple):
+    """A limit that holds a decision, and how it stands, in words."""
+
+    name: v.HoldLimit
+    detail: str
+
+
+def limit_on(state: ClusterState, event: v.AnyEvent, batch: Sequence[v.AnyEvent] = ()) -> BrakeLimit | None:
+    """Return the limit that holds the decision; None where it may be carried out. `batch`: what the same batch does
+    already."""
+    match event:
+        case v.NodeIsolated():
+            return isolation_limit(state, event.node, [e.node for e in batch if isinstance(e, v.NodeIsolated)])
+        case v.IncidentEscalated() if is_on_suspicion(state, event):
+            return eviction_limit(state, state.tasks[event.worker.rpartition(".")[0]])
+        case v.WorkersWithdrawn() if event.task in state.tasks:
+            return eviction_limit(state, state.tasks[event.task])
+    return None
+
+
+def isolation_limit(state: ClusterState, node: str, companions: Sequence[str] = ()) -> BrakeLimit | None:
+    """Return the limit that keeps the node from being isolated. `companions`: those that are isolated with it."""
+    brakes = state.brakes
+    recent = len(within_hour(state.isolations_us, state.now_us)) + len(companions)
+    if recent >= brakes.isolations_per_hour:
+        detail = f"{recent} were isolated within an hour (policy.isolations_per_hour: {brakes.isolations_per_hour})"
+        return BrakeLimit("isolations_per_hour", detail)
+    present = [peer for peer in state.nodes.values() if peer.status is not NodeStatus.LEFT]
+    isolations = {peer.name for peer in present if peer.isolation.active and not peer.cordon.active} | {*companions}
+    losses = {peer.name for peer in present if peer.status is NodeStatus.LOST and not peer.cordon.active}
+    out = (isolations | losses) - {node}
+    if isolations and len(out) + 1 > brakes.isolated_share * len(present):
+        detail = f"{len(out)} of {len(present)} nodes are out (policy.isolated_share: {brakes.isolated_share:g})"
+        return BrakeLimit("isolated_share", detail)
+    return None
+
+
+def eviction_limit(state: ClusterState, task: Task) -> BrakeLimit | None:
+    """Return the limit that keeps workers of the task from being given up on suspicion."""
+    times_us, most = within_hour(task.troubles.evictions_us, state.now_us), state.brakes.evictions_per_hour
+    if len(times_us) < most or (times_us and state.now_us - times_us[-1] < ROUND_US):
+        return None
+    detail = f"workers of {task.name} were evicted {len(times_us)} times within an hour"
+    return BrakeLimit("evictions_per_hour", f"{detail} (policy.evictions_per_hour: {most})")
+
+
+def within_hour(times_us: Sequence[int], now_us: int) -> tuple[int, ...]:
+    """Return the times that are less than an hour ago."""
+    return tuple([time_us for time_us in times_us if time_us > now_us - HOUR_US])
+
+
+def with_eviction(task: Task, now_us: int) -> tuple[int, ...]:
+    """Return the task's evictions of the last hour with one that happens now."""
+    times_us = within_hour(task.troubles.evictions_us, now_us)
+    return times_us if times_us and now_us - times_us[-1] < ROUND_US else (*times_us, now_us)
+
+
+def is_on_suspicion(state: ClusterState, event: v.IncidentEscalated) -> bool:
+    """Return whether the worker is given up though nobody has seen it fail."""
+    incident = state.incidents.get(event.incident)
+    if incident is None or event.worker.rpartition(".")[0] not in state.tasks:
+        return False
+    return incident.kind in SUSPICIONS or severity_of(incident.kind, state.severity) is Severity.SEV3
+
+
+# --- holds ---------------------------------------------------------------------------------------
+
+
+def isolation_hold(state: ClusterState, node: str) -> StandingHold | None:
+    """Return the hold on the node's isolation."""
+    return state.holds.get(v.hold_key("isolation", node=node)) if state.holds else None
+
+
+def held_nodes(state: ClusterState) -> tuple[str, ...]:
+    """Return the nodes that are in service for a hold alone, in the order of their holds."""
+    return tuple([hold.node for hold in state.holds.values() if hold.action == "isolation"])
+
+
+def stands(state: ClusterState, hold: StandingHold) -> bool:
+    """Return whether the hold stands though the decision is not wanted right now: what it accuses the node of is not
+    over."""
+    if hold.action != "isolation" or hold.node not in state.nodes or state.nodes[hold.node].isolation.active:
+        return False
+    blamed = any(i.node == hold.node and i.severity is Severity.SEV1 for i in state.incidents.values())
+    return hold.cause == "hardware" or blamed or blows(state, hold.node) > 0
+
+
+def blows(state: ClusterState, node: str) -> int:
+    """Count what active tasks hold against the node."""
+    troubles = [task.troubles for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+    return sum([trouble.strikes.get(node, 0) + trouble.breaks.get(node, 0) for trouble in troubles])
+
+
+def waits(state: ClusterState, node: str) -> bool:
+    """Return whether no worker is started on the node now: its isolation is held, and the back-off is not over."""
+    hold = isolation_hold(state, node)
+    return hold is not None and blows(state, node) > hold.blows_over
+
+
+def start_nodes(missing: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the nodes on which replicas are to start. `missing`: their nodes (reconcile.Staffing)."""
+    return tuple([node for node in nodes if any(node in replica for replica in missing)])
+
+
+def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
+    """Yield (id, length in microseconds): `hold:` of back-offs on accused nodes; `brake:` of the times from which on a
+    limit allows one more."""
+    for key, hold in state.holds.items():
+        if hold.action == "isolation" and waits(state, hold.node):
+            number = blows(state, hold.node)
+            yield f"hold:{key}#{number}", min(BACK_OFF_MAX_US, BACK_OFF_US << min(number - 1, 6))
+    for hold in state.holds.values():
+        if hold.limit == "isolations_per_hour" and state.isolations_us:
+            yield _release("", state.isolations_us[0], state.now_us)
+        elif hold.limit == "evictions_per_hour" and hold.task in state.tasks:
+            times_us = state.tasks[hold.task].troubles.evictions_us
+            if times_us:
+                yield _release(hold.task, times_us[0], state.now_us)
+
+
+def _release(task: str, time_us: int, now_us: int) -> tuple[str, int]:
+    return f"brake:{task}#{time_us}", max(0, time_us + HOUR_US - now_us)
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+
+def hold_text(hold: StandingHold) -> str:
+    """Say what is not done, and why it would be."""
+    action = v.held_action(hold.action, node=hold.node, task=hold.task, worker=hold.worker)
+    return f"{action}: {hold.reason}; held by policy.{hold.limit}"
+
+
+def remedy(hold: StandingHold) -> str:
+    """Return the commands that help a person who is called for the hold."""
+    return f"unicronctl drain {hold.node}" if hold.node else f"unicronctl describe task {hold.task}"
+
+
+def hold_lines(state: ClusterState, *, node: str = "", task: str = "") -> list[str]:
+    """Return a line for each hold, or for those that name the node or the task."""
+    return [
+        clean(f"{hold_text(hold)} since {to_the_second(hold.since_us)}")
+        for hold in state.holds.values()
+        if (not node or hold.node == node) and (not task or hold.task == task)
+    ]
+
+
+def hold_summary(state: ClusterState) -> str:
+    """Say in one line how many decisions are held; "" where none is."""
+    if not state.holds:
+        return ""
+    texts = [clean(hold_text(hold)) for hold in state.holds.values()]
+    more = f"; and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
+    return f"{count(len(texts), 'decision is', 'decisions are')} held: {'; '.join(texts[:_NAMES_MAX])}{more}"
