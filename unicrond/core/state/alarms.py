@@ -44,6 +44,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "node-isolated": "a node gets no workers",
         "node-lost": "a node is silent",
         "node-repair": "a node's hardware waits for a person",
+        "nodes-unheard": "the head hears none of its nodes",
         "notification-failed": "a destination of notifications cannot be reached",
         "outbox-backlog": "a node cannot append its observations",
         "task-failed": "a task has failed, within the last hour",

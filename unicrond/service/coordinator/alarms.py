@@ -7,6 +7,7 @@ Rules
 * Alarms follow from the log and the time alone, so that a restart brings none back that is over. The state does not
   hold them: nothing is decided from them.
 * An alarm lasts until STANDS_US after its producer's last such message.
+* A head that hears none of its nodes says so for as long as that silence stands in the state.
 * A checkpoint that could not be written is an alarm until a later one is written, or the task has ended; this one is in
   the state.
 * What people did about an alarm (core/state/alarms.py) ends when the alarm has not stood for GONE_US, as this head sees
@@ -24,6 +25,7 @@ from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
 from unicrond.events.vocabulary import AlarmEnded
+from unicrond.events.vocabulary.phrases import count, to_the_second
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
@@ -94,6 +96,17 @@ def unsaved_alarms(state: ClusterState) -> list[Alarm]:
         for task in state.active
         for saver, reason in sorted(task.progress.save_failures.items())
     ]
+
+
+def silence_alarms(state: ClusterState) -> list[Alarm]:
+    """Return the alarm of a head that hears none of its nodes."""
+    if state.silence is None:
+        return []
+    since, nodes = to_the_second(state.silence.since_us), count(state.silence.nodes, "node")
+    lost = "; they are lost by now" if state.silence.are_lost else ""
+    cause = "is the NATS server, the DNS name or the password wrong?"
+    text = f"the head hears none of {nodes} since {since}: {cause} nothing is decided about them{lost}"
+    return [Alarm("nodes-unheard", text)]
 
 
 def written_by(subject: str) -> tuple[str, str]:

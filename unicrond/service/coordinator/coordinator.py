@@ -42,7 +42,7 @@ from unicrond.events.vocabulary import AnyEvent, CheckNode, CoordinatorStarted, 
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered, since, told_version
 from unicrond.page.attention import state_alarms
-from unicrond.service.coordinator.alarms import AlarmBoard
+from unicrond.service.coordinator.alarms import AlarmBoard, silence_alarms
 from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
 from unicrond.service.coordinator.code_identity import code_version
 from unicrond.service.coordinator.event_log_health import outbox_backlog_alarms
@@ -78,7 +78,8 @@ class Coordinator(Follower):
         """Take the parts of a coordinator. `repair`: how nodes are repaired, where not by the settings' command."""
         self.around = around = Surroundings() if around is None else around
         super().__init__(event_log, clock, snapshots, settings.skip, around.views)
-        self._watch = NodeWatch(beat_log, settings.heartbeat_s, clock, self._tell_quarantined)
+        silence_s = settings.policy.silence_s
+        self._watch = NodeWatch(beat_log, settings.heartbeat_s, clock, self._tell_quarantined, silence_s=silence_s)
         self.liveness = self._watch.liveness
         self.live = around.live
         self._requests = around.requests or event_log
@@ -224,7 +225,7 @@ class Coordinator(Follower):
         """Return what a person has to look at now, beside what the state itself tells."""
         outbox_backlog = outbox_backlog_alarms(self.outbox_backlog())
         more = [alarm for alarms in self._more_alarms for alarm in alarms()]
-        return super().standing_alarms() + outbox_backlog + self.around.alarms() + more
+        return [*super().standing_alarms(), *silence_alarms(self.state), *outbox_backlog, *self.around.alarms(), *more]
 
     def add_alarms(self, alarms: Callable[[], list[Alarm]]) -> None:
         """Take on the alarms of a part that is made after this one."""
@@ -398,7 +399,7 @@ class Coordinator(Follower):
         while True:
             await self._watch.pause()
             self._end_alarms()
-            verdicts = self._watch.verdicts(self.state.nodes)
+            verdicts = self._watch.verdicts(self.state)
             if self.state.seq < self._hold_seq:
                 continue
             if self._gathering and not self._watch.gathers(self.state.nodes) and self._inbox.empty():
