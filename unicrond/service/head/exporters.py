@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.intake.config import Config
@@ -44,7 +45,7 @@ class Exporters:
             jobs["traces"] = self._tracing.run
         return jobs
 
-    def alarms(self) -> list[str]:
+    def alarms(self) -> list[Alarm]:
         """Return what does not reach the outside, a line each."""
         return self._notifier.alarms() if self._notifier is not None else []
 
