@@ -36,6 +36,9 @@ _SUBSTANCE = (
     "worker_mtbf_us",
     "term",
     "holds",
+    "isolations_us",
+    "silence",
+    "alarms",
 )
 
 
