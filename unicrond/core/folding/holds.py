@@ -26,7 +26,7 @@ def decision_held(state: ClusterState, event: v.DecisionHeld, _: Envelope) -> Cl
         node=event.node,
         task=event.task,
         worker=event.worker,
-        cause=isolation.cause_of(state, node) if node is not None and event.action == "isolation" else "",
+        cause=isolation.cause_beside_forecast(state, node) if node and event.action == "isolation" else "",
         blows_over=old.blows_over if old else 0,
     )
     return replace(state, holds=state.holds | {event.key: hold})
