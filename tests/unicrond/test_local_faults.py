@@ -115,7 +115,7 @@ def test_exception_without_free_node_stays_where_it_is() -> None:
     assert not said(cluster, v.NodeIsolated)
 
 
-@pytest.mark.parametrize("how", ["agent", "person"])
+@pytest.mark.parametrize("how", ["agent", "person", "forget"])
 def test_local_fault_is_forgotten_when_node_is_mended(how: str) -> None:
     cluster = cluster_of(2)
     cluster.submit("big", max_workers=1)
@@ -125,6 +125,12 @@ def test_local_fault_is_forgotten_when_node_is_mended(how: str) -> None:
     assert faults(cluster, "big") == {bad}
     if how == "agent":
         cluster.add_host(bad)
+    elif how == "forget":
+        cluster.kill_host(cluster.hosts[bad])
+        cluster.lose(cluster.hosts[bad])
+        asked = v.ForgetRequested(node=bad, leave=False, reason="the machine goes back")
+        cluster.append(asked, "api", cluster.state.term)
+        cluster.run()
     else:
         cluster.uncordon(bad)
     assert not faults(cluster, "big")
