@@ -119,6 +119,13 @@ def test_ends_of_alarms_silences_and_hours_are_effects() -> None:
     assert not state.alarms and not state.isolations_us
 
 
+def test_end_of_one_alarm_is_news_each_time() -> None:
+    breaker, event = Breaker(4), v.AlarmEnded(alarm="outbox-backlog:n1")
+    for _ in range(9):
+        breaker.about_to_append([event])
+        breaker.folded(ClusterState(alarms={event.alarm: AlarmHandling()}), ClusterState(), event)
+
+
 async def test_forged_claim_stops_no_coordinator() -> None:
     """Neither the coordinator in office nor the next one; and the numbers of terms go on as they were."""
     log = MemoryLog()
