@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_program_faults import cluster_of, crash_until_over, end, poison, said, steps_of
@@ -113,6 +114,24 @@ def test_exception_without_free_node_stays_where_it_is() -> None:
     cluster.run()
     assert len(members(cluster)) == 2 and not cluster.state.tasks["big"].troubles.local_faults
     assert not said(cluster, v.NodeIsolated)
+
+
+def test_failed_task_with_local_fault_readmits_no_flapping_node() -> None:
+    """It has trained elsewhere, and failed by something else: that says nothing for the node."""
+    cluster = cluster_of(3)
+    cluster.policy = replace(cluster.policy, flaps_max=2, flap_window_s=1e6, isolation_s=1e6)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    bad = place_of(cluster, "big")
+    run_there(cluster, "big", bad)
+    cluster.append(v.TaskFailed(task="big", reason="test"), "coordinator", cluster.state.term)
+    for _ in range(2):
+        cluster.lose(cluster.hosts[bad])
+        back = v.NodeReturned(node=bad, evidence=v.Evidence(beat_seq=1, beat_at_us=1))
+        cluster.append(back, "coordinator", cluster.state.term)
+        cluster.run_but_isolation()
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [bad]
+    assert not said(cluster, v.NodeReadmitted)
 
 
 @pytest.mark.parametrize("how", ["agent", "person", "forget"])
