@@ -52,8 +52,10 @@ def without_node(state: ClusterState, name: str) -> ClusterState:
 
 
 def count_isolation(state: ClusterState, name: str) -> ClusterState:
-    """Count an isolation, which ends the hold on it."""
+    """Count an isolation, which ends the hold on it; not that of a node which a person has drained."""
     state = without_hold(state, v.hold_key("isolation", node=name))
+    if brakes.is_drained(state, name):
+        return state
     return replace(state, isolations_us=(*brakes.within_hour(state.isolations_us, state.now_us), state.now_us))
 
 
