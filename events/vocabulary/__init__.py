@@ -47,7 +47,7 @@ from unicrond.events.vocabulary.memberships import (
     Member, MembershipDecided, MembershipPart, PeersDecided, PeersRemembered, SeatRun, workers_in,
 )
 from unicrond.events.vocabulary.node_decisions import (
-    DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, RepairEnded,
+    DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, NodesLost, RepairEnded,
     SilenceEnded, SilenceHeld,
 )
 from unicrond.events.vocabulary.node_requests import (
@@ -169,6 +169,7 @@ __all__ = [
     "NodeRevoked",
     "NodeRun",
     "NodeUncordoned",
+    "NodesLost",
     "Observation",
     "OptimizerSpec",
     "PeersDecided",
@@ -255,7 +256,7 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
-    | SilenceHeld | SilenceEnded
+    | SilenceHeld | SilenceEnded | NodesLost
     | DecisionHeld | HoldLifted
     | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
     | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed
