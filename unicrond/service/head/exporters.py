@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.intake.config import Config
@@ -43,7 +44,7 @@ class Exporters:
             tasks.append(asyncio.create_task(self._tracing.run(), name="traces"))
         return tasks
 
-    def alarms(self) -> list[str]:
+    def alarms(self) -> list[Alarm]:
         """Return what does not reach the outside, a line each."""
         return self._notifier.alarms() if self._notifier is not None else []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unicrond.core.nodes.brakes import hold_summary
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.archive.archived_log import ArchivedLog
 from unicrond.events.host.systemd import Systemd
@@ -29,7 +30,7 @@ from unicrond.intake.config import Config, embedded_tls, login, read_secret
 from unicrond.intake.tls import BadTls
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
-from unicrond.service.coordinator.alarms import unsaved_lines
+from unicrond.service.coordinator.alarms import unsaved_alarms
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
@@ -169,12 +170,13 @@ class HeadParts:
     def _metrics(self) -> Iterable[Metric]:
         return self.life.metrics()
 
-    def _alarms(self) -> list[str]:
+    def _alarms(self) -> list[Alarm]:
         lines = [*self.probe.alarms(), *self.life.alarms()]
         if self._logins is not None:
             lines += self._logins.alarms()
-        lines += [*self.exporters.alarms(), *unsaved_lines(self.coordinator.state)]
-        lines += filter(None, (hold_summary(self.coordinator.state),))
+        lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
+        if summary := hold_summary(self.coordinator.state):
+            lines.append(Alarm("decisions-held", summary))
         return lines + (self._certificates.alarms() if self._is_tls else [])
 
     @property
