@@ -24,6 +24,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from unicrond.intake.config import Config, login_as
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tls import Tls
 from unicrond.service.api.api import Api
-from unicrond.service.api.connections import ApiConnections, connections_max
+from unicrond.service.api.connections import ApiConnections
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.clock import CLOCK
@@ -223,29 +224,27 @@ async def _serve_until_stopped(
     promises = _promises(config, links, head)
     process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
     api = Api(config, coordinator, parts.event_log, LogReader(links.asking), access_of(config), process)
-    connections = ApiConnections(connections_max())
-    runner = web.AppRunner(api.application(connections.middleware), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(api.application(parts.connections.middleware), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     listening = AsyncExitStack()
     try:
         await outside.aclose()
-        await _open(listening, connections, runner, config, certificates)
+        await _open(listening, parts.connections, runner, config, certificates)
         runs = {
             "coordinator": head.run() if head is not None else coordinator.run(),
             "log-keeper": keeper.run(),
-            "log-life": parts.life.run(),
-            "promises": promises.run(),
             "known-log": parts.known_log.keep(
                 lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.mismatch or coordinator.fault)
             ),
         }
         work = [asyncio.create_task(run, name=name) for name, run in runs.items()]
+        beside = {"log-life": parts.life.run, "promises": promises.run, **parts.logins(api)}
+        beside |= parts.exporters.jobs(api.condition)
         if server is not None:
-            work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
-        work += parts.keep_logins(api)
-        work += parts.exporters.start(api.condition)
+            beside["nats-server"] = partial(_keep_running, server)
         if config.nats_tls or config.api_tls:
-            work.append(asyncio.create_task(certificates.run(), name="certificates"))
+            beside["certificates"] = certificates.run
+        work += [parts.side_jobs.start(name, job) for name, job in beside.items()]
         watchdog = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # a standby is ready too
         work.append(asyncio.create_task(watchdog, name="systemd"))
         return await _until_stopped(work, orders.stop)

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +31,7 @@ from unicrond.intake.config import Config, embedded_tls, login, read_secret
 from unicrond.intake.tls import BadTls
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
+from unicrond.service.api.connections import ApiConnections, connections_max
 from unicrond.service.coordinator.alarms import unsaved_alarms
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -42,6 +44,7 @@ from unicrond.service.event_log.retention import LogLife
 from unicrond.service.event_log.statistics import AppendTimes
 from unicrond.service.event_log.stream_probe import StreamProbe
 from unicrond.service.head.exporters import Exporters
+from unicrond.service.head.side_jobs import Job, SideJobs
 from unicrond.service.head.startup import StartupStatus
 from unicrond.service.trust.certificates import Certificates
 from unicrond.service.trust.membership_certificates import Warrants
@@ -83,6 +86,7 @@ class HeadParts:
         self._links = links
         self._roles = roles
         self._certificates = certificates
+        self.side_jobs, self.connections = SideJobs(), ApiConnections(connections_max())
         self._logins: NodeLogins | None = None
         self.known_log = KnownLog(Path(config.state_dir))
         live = asyncio.Event()
@@ -117,10 +121,10 @@ class HeadParts:
         )
         self.life = LogLife(config, self.coordinator, lambda: self.probe.info, appends, time.monotonic)
 
-    def keep_logins(self, api: Api) -> list[asyncio.Task[None]]:
-        """Start what keeps logins with keys as the log says: who may log in, and what each agent may read."""
+    def logins(self, api: Api) -> dict[str, Job]:
+        """Return the jobs that keep logins with keys as the log says: who may log in, and what each agent may read."""
         if self._consumers is None:
-            return []
+            return {}
         self._logins = NodeLogins(
             self._roles,
             self._links.server,
@@ -131,10 +135,10 @@ class HeadParts:
             self.coordinator.live.is_set,
             has_shared=self._config.nats.shared is not None,
         )
-        return [
-            asyncio.create_task(self._once_folded(self._consumers.run), name="consumers"),
-            asyncio.create_task(self._once_folded(self._logins.run), name="logins"),
-        ]
+        return {
+            "consumers": partial(self._once_folded, self._consumers.run),
+            "logins": partial(self._once_folded, self._logins.run),
+        }
 
     def _settings(self, orders: Orders) -> HeadSettings:
         config, identity = self._config, self.known_log.read()
@@ -171,7 +175,7 @@ class HeadParts:
         return self.life.metrics()
 
     def _alarms(self) -> list[Alarm]:
-        lines = [*self.probe.alarms(), *self.life.alarms()]
+        lines = [*self.probe.alarms(), *self.life.alarms(), *self.side_jobs.alarms(), *self.connections.alarms()]
         if self._logins is not None:
             lines += self._logins.alarms()
         lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
