@@ -28,7 +28,17 @@ Cause: TypeAlias = Literal["hardware", "unknown", "program"]
 CAUSES: tuple[Cause, ...] = ("hardware", "unknown", "program")
 
 _HARDWARE = frozenset(
-    {"node_lost", "ecc_error", "nvlink_error", "driver_error", "dma_error", "gpu_broken", "gpu_fault", "corruption"}
+    {
+        "node_lost",
+        "domain_lost",
+        "ecc_error",
+        "nvlink_error",
+        "driver_error",
+        "dma_error",
+        "gpu_broken",
+        "gpu_fault",
+        "corruption",
+    }
 )
 _PROGRAM = frozenset({"exception", "nan_loss", "data_error", "left_early"})
 _LAST_WORDS = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Iteration)(?:: .*)?$")
