@@ -248,6 +248,25 @@ def test_back_off_doubles_on_held_node() -> None:
     assert not cluster.state.holds and said(cluster, v.HoldLifted), "a step there clears the node"
 
 
+def test_blow_that_isolates_nobody_keeps_no_hold() -> None:
+    """The node's flaps are over, and the limit is free; that a worker once died there is no reason by itself."""
+    cluster = cluster_of(5, workers=3, flaps_max=2, flap_window_s=600.0, strikes_max=3)
+    used = [worker.node for worker in cluster.state.tasks["t0"].workers.values()]
+    other = next(name for name in cluster.hosts if name not in used)
+    break_gpu(cluster, other)
+    die_on(cluster, used[-1])
+    for _ in range(2):
+        cluster.lose(cluster.hosts[used[-1]])
+        back = v.NodeReturned(node=used[-1], evidence=v.Evidence(beat_seq=1, beat_at_us=1))
+        cluster.append(back, "coordinator", cluster.state.term)
+    rest(cluster)
+    assert held(cluster) == [used[-1]] and cluster.state.tasks["t0"].troubles.strikes == {used[-1]: 1}
+    cluster.now_us += 700 * SECOND_US
+    cluster.cordon(other)
+    rest(cluster)
+    assert not held(cluster) and isolated(cluster) == [other] and said(cluster, v.HoldLifted)
+
+
 def hang(cluster: MiniCluster) -> None:
     """The task's second worker stands still in an iteration, the first waits for it."""
     task = cluster.state.tasks["t0"]

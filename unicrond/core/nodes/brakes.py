@@ -132,11 +132,13 @@ def held_nodes(state: ClusterState) -> tuple[str, ...]:
 
 def stands(state: ClusterState, hold: StandingHold) -> bool:
     """Return whether the hold stands though the decision is not wanted right now: what it accuses the node of is not
-    over."""
+    over. Blows that are too few for the decision hold nothing that a limit does not."""
     if hold.action != "isolation" or hold.node not in state.nodes or state.nodes[hold.node].isolation.active:
         return False
     blamed = any(i.node == hold.node and i.severity is Severity.SEV1 for i in state.incidents.values())
-    return hold.cause == "hardware" or blamed or blows(state, hold.node) > 0
+    if hold.cause == "hardware" or blamed:
+        return True
+    return blows(state, hold.node) > 0 and isolation_limit(state, hold.node) is not None
 
 
 def blows(state: ClusterState, node: str) -> int:
