@@ -136,7 +136,10 @@ class Notifier(View):
         now = {notice.key: notice for notice in notices}
         was_quiet, self._quiet = self._quiet, {key for key, notice in now.items() if self._is_quiet(notice)}
         for key, notice in now.items():
-            if key not in self._standing or key in was_quiet - self._quiet:
+            if key in was_quiet - self._quiet:
+                self._told_us.pop(key, None)  # told before its silence: the end of that is news
+                self._take(notice)
+            elif key not in self._standing:
                 self._take(notice)
         for key, notice in self._standing.items():
             if key not in now:
