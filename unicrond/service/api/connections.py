@@ -7,7 +7,8 @@ Rules
   long as aiohttp keeps it (75 s); a body may take `BODY_S` (http_parts.py).
 * There are at most `connections_max`, fewer than the process may have descriptors: the log, the archive and children
   need some. For one more the oldest that waits goes, of the address with the most that wait: who floods pays. Where all
-  are busy the new one is told so, and closed.
+  are busy the new one is told so, and closed. (With TLS it is closed alone: nothing can be said before a handshake.)
+* A connection counts from the moment that it is accepted, before its TLS handshake, which is part of the first head.
 
 What does not live here: who may ask for what (access.py).
 """
@@ -19,6 +20,7 @@ import logging
 import resource
 import ssl
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import cast
@@ -83,10 +85,7 @@ class ApiConnections:
         """Listen for the runner's application as long as the context lasts. Raises OSError."""
         loop = asyncio.get_running_loop()
         make = cast(Callable[[], asyncio.Protocol], runner.server)
-        handshake_s = self._head_s if context else None
-        server = await loop.create_server(
-            lambda: _Connection(self, make), host, port, ssl=context, ssl_handshake_timeout=handshake_s
-        )
+        server = await loop.create_server(lambda: _Connection(self, make, context), host, port)
         sweeper = asyncio.create_task(self._sweep(), name="api-connections")
         try:
             yield server
@@ -165,8 +164,11 @@ class ApiConnections:
 class _Connection(asyncio.Protocol):
     """Passes a connection's calls on to aiohttp's protocol. `owes_since_s`: since when a head has been due."""
 
-    def __init__(self, connections: ApiConnections, make: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, connections: ApiConnections, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None
+    ) -> None:
         self._connections = connections
+        self._context = context
         self.inner = make()
         self.address = "?"
         self.owes_since_s: float | None = None
@@ -174,15 +176,23 @@ class _Connection(asyncio.Protocol):
         self._is_admitted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the connection in, or refuse it."""
-        self._transport = cast(asyncio.Transport, transport)
+        """Take the connection in, or refuse it. With TLS this is called again once the handshake is over."""
+        is_accepted, self._transport = self._transport is None, cast(asyncio.Transport, transport)
+        if not is_accepted:
+            self.inner.connection_made(transport)
+            return
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else "?"
         self._is_admitted = self._connections.admit(self)
-        if self._is_admitted:
+        if self._is_admitted and self._context is None:
             self.inner.connection_made(transport)
+        elif self._is_admitted:
+            handshake = _Handshake(self, self._context)
+            self._transport.set_protocol(handshake)
+            handshake.connection_made(self._transport)
         else:
-            self._transport.write(_BUSY)
+            if self._context is None:
+                self._transport.write(_BUSY)
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -209,7 +219,24 @@ class _Connection(asyncio.Protocol):
         """Pass it on."""
         self.inner.resume_writing()
 
+    def forget(self) -> None:
+        """Count the connection no more."""
+        self._connections.forget(self)
+
     def abort(self) -> None:
         """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
+
+
+class _Handshake(SSLProtocol):
+    """asyncio's TLS, which tells nobody of a connection that is lost before its handshake is over: this one does."""
+
+    def __init__(self, connection: _Connection, context: ssl.SSLContext | None) -> None:
+        super().__init__(asyncio.get_running_loop(), connection, context, None, server_side=True)
+        self._connection = connection
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        """Count the connection no more."""
+        super().connection_lost(error)
+        self._connection.forget()
