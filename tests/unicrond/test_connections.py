@@ -18,6 +18,8 @@ from unicrond.intake.tls import Files
 from unicrond.service.api.connections import ApiConnections, connections_max
 from unicrond.service.trust.certificates import Certificates
 
+#: More than the buffers of a socket take.
+LARGE = 20_000_000
 HALF = b"GET /v1/state HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
@@ -41,9 +43,12 @@ async def site(most: int = 16, head_s: float = 30.0, context: ssl.SSLContext | N
         await release.wait()
         return web.Response(text="slow")
 
+    async def large(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(LARGE))
+
     connections = ApiConnections(most, head_s)
     app = web.Application(middlewares=[connections.middleware])
-    app.add_routes([web.get("/", fast), web.get("/slow", slow)])
+    app.add_routes([web.get("/", fast), web.get("/slow", slow), web.get("/large", large)])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -139,6 +144,24 @@ async def test_refused_handshake_is_closed_and_a_client_that_goes_counts_no_more
         assert await slow == (200, "slow")
         await half(api.port, stack, HALF)  # no handshake at all: asyncio ends it
         await until_none(api)
+
+
+async def test_answer_that_is_written_is_the_last_to_go() -> None:
+    async with site(most=4) as api, AsyncExitStack() as stack:
+        reader = await half(api.port, stack, b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert b"Content-Length: %d" % LARGE in head
+        for _ in range(12):
+            await half(api.port, stack)
+        assert await asyncio.wait_for(reader.readexactly(LARGE), 10) == bytes(LARGE)
+        assert api.connections.closed_for_room
+
+
+async def test_who_reads_no_answer_goes_where_there_is_nobody_else() -> None:
+    async with site(most=4) as api, AsyncExitStack() as stack:
+        for _ in range(4):
+            await half(api.port, stack, b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert await ask(api.port) == (200, "fast")
 
 
 async def test_address_with_most_that_wait_pays() -> None:

@@ -2,7 +2,8 @@
 
 Rules
 -----
-* A connection is *busy* from the moment that a request's head is whole until its answer is written; else it *waits*.
+* A connection is *busy* from the moment that a request's head is whole until its answer is made; else it *waits*. While
+  the answer is written it waits as well, as who does not read might keep it for ever; but it is the last to be closed.
 * One that waits with half a head, or has never sent a byte, is closed after `HEAD_S`. After an answer it may stay as
   long as aiohttp keeps it (75 s); a body may take `BODY_S` (http_parts.py).
 * There are at most `connections_max`, fewer than the process may have descriptors: the log, the archive and children
@@ -22,7 +23,7 @@ import ssl
 import time
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import cast
 
 from aiohttp import web
@@ -73,7 +74,10 @@ class ApiConnections:
         if connection is not None:
             self._work(connection)
         try:
-            return await handler(request)
+            response = await handler(request)
+            if connection is not None and isinstance(response, web.Response):
+                await self._write(connection, request, response)
+            return response
         finally:
             if connection is not None and request.protocol in self._by_protocol:
                 self._wait(connection)
@@ -129,8 +133,21 @@ class ApiConnections:
 
     def owe(self, connection: _Connection) -> None:
         """Note that a part of a head has come, so that the rest is owed."""
-        if connection.owes_since_s is None and connection in self._waiting.get(connection.address, ()):
+        is_waiting = not connection.is_answering and connection in self._waiting.get(connection.address, ())
+        if connection.owes_since_s is None and is_waiting:
             connection.owes_since_s = self._now_s()
+
+    async def _write(self, connection: _Connection, request: web.Request, response: web.Response) -> None:
+        """Write the answer, as aiohttp would after the middleware; there is nothing left for it then."""
+        if request.protocol in self._by_protocol:
+            self._wait(connection)
+        connection.is_answering = True
+        try:
+            with suppress(ConnectionError):  # aiohttp meets it again, and ends the connection
+                await response.prepare(request)
+                await response.write_eof()
+        finally:
+            connection.is_answering = False
 
     def _wait(self, connection: _Connection, *, has_answered: bool = True) -> None:
         connection.owes_since_s = None if has_answered else self._now_s()
@@ -144,7 +161,9 @@ class ApiConnections:
 
     def _oldest_of_most(self) -> _Connection | None:
         crowd = max(self._waiting.values(), key=len, default=None)
-        return next(iter(crowd)) if crowd else None
+        if not crowd:
+            return None
+        return next((connection for connection in crowd if not connection.is_answering), next(iter(crowd)))
 
     def _close(self, connection: _Connection) -> None:
         self.forget(connection)
@@ -162,7 +181,8 @@ class ApiConnections:
 
 
 class _Connection(asyncio.Protocol):
-    """Passes a connection's calls on to aiohttp's protocol. `owes_since_s`: since when a head has been due."""
+    """Passes a connection's calls on to aiohttp's protocol. `owes_since_s`: since when a head has been due;
+    `is_answering`: its answer is being written."""
 
     def __init__(
         self, connections: ApiConnections, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None
@@ -172,6 +192,7 @@ class _Connection(asyncio.Protocol):
         self.inner = make()
         self.address = "?"
         self.owes_since_s: float | None = None
+        self.is_answering = False
         self._transport: asyncio.Transport | None = None
         self._is_admitted = False
 
