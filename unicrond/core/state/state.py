@@ -255,7 +255,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
     iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
     that no survivor could keep. `is_program_fault`: the task's own program is at fault, and no node pays for it.
-    `stacks`: of a group that hung, place -> the workers that stood there (folding/stacks.py).
+    `stacks`: of a group that hung, place -> the workers that stood there (folding/stacks.py). `nodes`: those that were
+    lost together (nodes/outages.py).
     """
 
     id: str
@@ -288,6 +289,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     micro_batches_lost: int = 0
     is_program_fault: bool = False
     stacks: dict[str, tuple[str, ...]] = {}
+    nodes: tuple[str, ...] = ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -299,6 +301,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Say where it happened: on a worker, on a node, or between the head and all of them."""
         if self.worker:
             return f"worker {self.worker} on {self.node}"
+        if self.nodes:
+            return f"nodes {', '.join(self.nodes)}"
         return f"node {self.node}" if self.node else "the head"
 
 
