@@ -250,6 +250,22 @@ def test_alarm_that_was_told_before_a_short_silence_notifies_after_it() -> None:
     assert told(one, hands, CALM) == [True]
 
 
+def test_node_that_is_still_isolated_when_its_silence_ends_notifies() -> None:
+    cluster, hands, alarm = trained(2), Hands(), "node-isolated:n0"
+    cluster.append(v.NodeIsolated(node="n0", until_us=None, reason="by hand"), "coordinator", cluster.state.term)
+    hands.now_us = cluster.state.now_us
+    one = notifier(hands)
+    ask(cluster, v.AlarmSilenced(alarm=alarm, until_us=cluster.state.now_us + MINUTE_US, reason=""))
+    one._state = cluster.state
+    assert told(one, hands, CALM) == []
+    hands.now_us += 2 * MINUTE_US
+    one.look(CALM)
+    hands.now_us += 4_000_000
+    one.look(CALM)
+    assert [message.last.key for message in sent(one)] == [f"alarm:{alarm}"]
+    assert told(one, hands, CALM) == [], "once"
+
+
 def silenced_until(state: ClusterState, until_us: int) -> ClusterState:
     """The silence by the clock of the test."""
     handling = replace(state.alarms[DISK.key], silenced_until_us=until_us)
