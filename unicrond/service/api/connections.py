@@ -217,16 +217,16 @@ class _Connection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else "?"
         self._is_admitted = self._connections.admit(self)
-        if self._is_admitted and self._context is None:
-            self.inner.connection_made(transport)
-        elif self._is_admitted:
-            handshake = _Handshake(self, self._context)
-            self._transport.set_protocol(handshake)
-            handshake.connection_made(self._transport)
-        else:
+        if not self._is_admitted:
             if self._context is None:
                 self._transport.write(_BUSY)
             self._transport.close()
+        elif self._context is None:
+            self.inner.connection_made(transport)
+        else:
+            handshake = _Handshake(self, self._context)
+            self._transport.set_protocol(handshake)
+            handshake.connection_made(self._transport)
 
     def data_received(self, data: bytes) -> None:
         """Pass the bytes on."""
@@ -265,8 +265,9 @@ class _Connection(asyncio.Protocol):
 class _Handshake(SSLProtocol):
     """asyncio's TLS, which tells nobody of a connection that is lost before its handshake is over: this one does."""
 
-    def __init__(self, connection: _Connection, context: ssl.SSLContext | None) -> None:
-        super().__init__(asyncio.get_running_loop(), connection, context, None, server_side=True)
+    def __init__(self, connection: _Connection, context: ssl.SSLContext) -> None:
+        nobody = cast("asyncio.Future[None]", None)  # waits for the handshake
+        super().__init__(asyncio.get_running_loop(), connection, context, nobody, server_side=True)
         self._connection = connection
 
     def connection_lost(self, error: BaseException | None) -> None:
