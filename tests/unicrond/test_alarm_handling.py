@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,23 @@ async def test_people_handle_alarms_by_command(tmp_path: Path, capsys: pytest.Ca
             assert f'unicron_alarm{{alarm="{DISK.key}",quiet="1"}} 1.0' in await response.text()
         async with http.get("/healthz") as response:
             assert [row["alarm"] for row in (await response.json())["alarms"]] == [DISK.key]
+
+
+async def test_probe_without_token_does_not_tell_who_cares_for_an_alarm(tmp_path: Path) -> None:
+    async with serving(tmp_path, healed_cluster().log, token="t" * 32) as served, AsyncExitStack() as stack:
+        served.coordinator.add_alarms(lambda: [DISK])
+        own, stranger, liar = [
+            await stack.enter_async_context(aiohttp.ClientSession(served.url, headers=headers))
+            for headers in ({"Authorization": "Bearer " + "t" * 32}, {}, {"Authorization": "Bearer x"})
+        ]
+        order = {"person": "anna", "reason": "call 555"}
+        async with own.post(f"/v1/alarms/{DISK.key}/assign", json=order) as response:
+            assert response.status == 202
+        await until_handled(served, own)
+        told = []
+        for http in (own, stranger, liar):
+            async with http.get("/healthz") as response:
+                assert response.status == 200
+                told.append((await response.json())["alarms"][0])
+        assert (told[0]["person"], told[0]["reason"]) == ("anna", "call 555")
+        assert told[1] == told[2] == {"alarm": DISK.key, "text": str(DISK)}

@@ -43,6 +43,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -73,7 +74,7 @@ from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tokens import FULL_GRANT, Grant
 from unicrond.service.api.access import Access, AccessDenied, require_owner, require_scope_of_priority
-from unicrond.service.api.alarm_api import AlarmApi
+from unicrond.service.api.alarm_api import AlarmApi, without_people
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
@@ -185,9 +186,9 @@ class Api:
         acts = request.method != "GET" or request.path.startswith("/v1/stacks/")
         if acts and is_from_elsewhere(request):
             return error(403, "origin: web pages of others may not control a cluster; use unicronctl")
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        token, address = _token_of(request), request.remote or "?"
         try:
-            grant = self._access.grant(request.method, request.path, token, request.remote or "?", time.monotonic())
+            grant = self._access.grant(request.method, request.path, token, address, time.monotonic())
         except AccessDenied as refusal:
             return error(refusal.status, str(refusal))
         _caller.set(grant)
@@ -228,10 +229,19 @@ class Api:
         body = {"status": self.status(), "trouble": self._coordinator.fault or self._process.trouble()}
         return answer(body, 200 if body["status"] in ("live", "standby") else 503)
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, request: web.Request) -> web.Response:
         """Answer with the `status` and its causes, always 200: killing a coordinator that waits for its log does not
-        help."""
-        return answer(self.condition())
+        help. Who cares for an alarm is told to those alone who may read."""
+        body = self.condition()
+        return answer(body if self._may_read(request) else {**body, "alarms": without_people(body["alarms"])})
+
+    def _may_read(self, request: web.Request) -> bool:
+        if self._access.is_open or not (token := _token_of(request)):
+            return self._access.is_open
+        with suppress(AccessDenied):
+            self._access.grant("GET", "/v1/alarms", token, request.remote or "?", time.monotonic())
+            return True
+        return False
 
     def condition(self) -> dict[str, Any]:
         """Return the body of /healthz."""
@@ -439,3 +449,7 @@ class Api:
         except BadEvent as wrong:
             return error(400, wrong.reason)
         return answer({**about, "seq": seq}, status)
+
+
+def _token_of(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
