@@ -64,6 +64,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
         plan = plans.build_plan(survey, solutions)
         if plan is not None:
             batch.add(plans.compact_plan(survey, plan))
+            batch.tell_plan(plans.held_changes(survey, solutions))
     links.probe_groups(batch)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:

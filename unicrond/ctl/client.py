@@ -182,6 +182,11 @@ class Client:
         """Request another layout (unicrond.core.rules.reshape_requests.ReshapeOrder); return all of it, and {"seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/reshape", body=order)
 
+    def set_mode(self, mode: str, reason: str, task: str = "") -> dict[str, Any]:
+        """Set the mode of the cluster, or of one task; return {"mode", "task", "seq"}."""
+        path = f"/v1/tasks/{quote(task, safe='')}/mode" if task else "/v1/mode"
+        return self._object("POST", path, body={"mode": mode, "reason": reason})
+
     def cordon(self, node: str, *, drain: bool, reason: str, **conditions: Any) -> dict[str, Any]:
         """Stop new workers for the node (drain: move those that it has, too); return {"node", "seq"}. `conditions`:
         `boot` or `address` that the node must have, `until_return`, `by`."""

@@ -43,6 +43,7 @@ class PeopleRecord:
         if not entry.envelope.term or entry.envelope.term != before.term:
             return
         basis = states[entry.envelope.based_on]
+        yield "observation_moves_nothing", rules.observation_moves_nothing(basis, event)
         match event:
             case v.NodeIsolated():
                 story = rules.programs_accuse_no_node(basis, event, self.programs, touched, calm=self.calm)

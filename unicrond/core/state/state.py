@@ -40,7 +40,7 @@ from unicrond.core.state.workers import Membership as Membership
 from unicrond.core.state.workers import Worker as Worker
 from unicrond.core.state.workers import WorkerStatus as WorkerStatus
 from unicrond.core.state.workers_by_node import ByNode
-from unicrond.events.vocabulary import Fault, MemoryService, StoreAddress, TaskAssignment, TaskSpec
+from unicrond.events.vocabulary import Fault, MemoryService, Mode, StoreAddress, TaskAssignment, TaskSpec
 from unicrond.events.vocabulary.field_defaults import always
 
 
@@ -117,7 +117,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
     `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: the name of
-    the token that submitted it. `updated_us`: the last time that a person gave it other settings.
+    the token that submitted it. `updated_us`: the last time that a person gave it other settings. `mode`: as a person
+    wants it (nodes/brakes.py).
     """
 
     spec: TaskSpec
@@ -137,6 +138,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     turn: StarvationState = StarvationState()
     owner: str = ""
     updated_us: int = 0
+    mode: Mode = "heal"
     tally_cache: Tally | None = None
     lateness_cache: Lateness | None = None
 
@@ -367,6 +369,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
     without end. `links`: those that are bad, or were of late (faults/links.py). `brakes`: of the present coordinator;
     `holds`: decisions that are not carried out, by `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py).
+    `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`.
     """
 
     seq: int = always(0)
@@ -399,6 +402,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     brakes: Brakes = Brakes()
     holds: dict[str, StandingHold] = {}
     isolations_us: tuple[int, ...] = ()
+    mode: Mode = "heal"
+    configured_mode: Mode = "heal"
     by_node_cache: ByNode | None = None
 
     @property

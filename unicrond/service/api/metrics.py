@@ -101,6 +101,7 @@ class StateCollector(Collector):
         isolated = [node for node in nodes if node.isolation.active]
         waits = ((node.name, phase(state, node).value, 1) for node in isolated)
         yield _labelled("unicron_node_isolated", "Isolated nodes, by phase", "node phase", waits)
+        yield _gauge("unicron_observes", "1 where the cluster is in mode observe", float(state.mode == "observe"))
         yield _labelled("unicron_held_decisions", "Decisions that brakes hold", "action limit", _holds(state))
         failed = ((node.name, (node.isolation.probation or Probation()).attempts) for node in isolated)
         yield _labelled("unicron_node_failed_checks", "Failed checks and repairs", "node", failed)
