@@ -34,9 +34,14 @@ Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=2**53)]
 Duration: TypeAlias = Annotated[int, Meta(ge=0, le=366 * 86_400_000_000)]
 SomeDuration: TypeAlias = Annotated[int, Meta(ge=1, le=366 * 86_400_000_000)]
 #: Workers on one node: its GPUs, or its CPU slots.
-Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
+#: Workers that one node can have.
+SLOTS_MAX = 1024
+Slots: TypeAlias = Annotated[int, Meta(ge=1, le=SLOTS_MAX)]
 #: Workers of a task or of a cluster, or ranks in it; the largest cluster this is for.
 WORKERS_MAX = 131_072
+NODES_MAX = 65_536
+#: Users of one node's list, and places that one worker looks for a state in.
+USERS_MAX, SOURCES_MAX = 256, 256
 Workers: TypeAlias = Annotated[int, Meta(ge=0, le=WORKERS_MAX)]
 SomeWorkers: TypeAlias = Annotated[int, Meta(ge=1, le=WORKERS_MAX)]
 #: Numbers that are given out one after the other and never again: terms, epochs, generations, replicas.
@@ -124,3 +129,9 @@ Precision: TypeAlias = Literal["fp32", "bf16"]
 Saver: TypeAlias = Literal["unicron", "program"]
 #: Where in an iteration an ordered fault happens; "": at the first chance.
 FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
+
+# Arrays of what agents report, bounded by what a node can have.
+NodeNames: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NODES_MAX)]
+Users: TypeAlias = Annotated[tuple[User, ...], Meta(max_length=USERS_MAX)]
+CountByRank: TypeAlias = Annotated[tuple[Small, ...], Meta(max_length=WORKERS_MAX)]
+FailedSources: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=SOURCES_MAX)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from msgspec import Meta
 
 from unicrond.events.vocabulary.base import Command, Decision, Observation, Value
-from unicrond.events.vocabulary.field_types import Duration, Name, NameOrNone, Port, Serial, Text
+from unicrond.events.vocabulary.field_types import NODES_MAX, Duration, Name, NameOrNone, Port, Serial, Text
 from unicrond.events.vocabulary.phrases import seconds
 
 #: What one probe says of the way to a peer and back. "silent": nothing came within the limit; "slow": it came late;
@@ -57,7 +59,7 @@ class LinksProbed(Observation, frozen=True, kw_only=True):
 
     node: Name
     command_id: Text
-    probes: tuple[LinkProbe, ...]
+    probes: Annotated[tuple[LinkProbe, ...], Meta(max_length=NODES_MAX)]
 
     def sentence(self) -> str:
         """Say it in one sentence."""

@@ -11,6 +11,7 @@ from unicrond.events.vocabulary.field_types import (
     FirstSerial,
     Micros,
     Name,
+    NodeNames,
     Serial,
     Size,
     Slots,
@@ -148,7 +149,7 @@ class PeersRemembered(Observation, frozen=True, kw_only=True):
 
     node: Name
     task: Name
-    peers: tuple[Name, ...]
+    peers: NodeNames
 
     def sentence(self) -> str:
         """Say it in one sentence."""

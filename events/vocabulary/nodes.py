@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from unicrond.events.vocabulary.base import Observation, Value
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
+    SLOTS_MAX,
     Boot,
     Count,
     Duration,
@@ -23,7 +26,7 @@ from unicrond.events.vocabulary.field_types import (
     Slots,
     Small,
     Text,
-    User,
+    Users,
     WorkerId,
     WorkerOrNone,
     Workers,
@@ -72,9 +75,9 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     store: StoreAddress
     agent_boot: Boot
     version: Text
-    workers: tuple[RunningWorker, ...] = always(())
+    workers: Annotated[tuple[RunningWorker, ...], Meta(max_length=SLOTS_MAX)] = always(())
     memory: MemoryService | None = always(None)
-    users: tuple[User, ...] = ()
+    users: Users = ()
     since_boot: Boot = 0
     gpu: Gpu = ""
     probe_port: Port = 0

@@ -210,4 +210,5 @@ def starts(command: StartWorkers) -> Iterator[StartWorker]:
 
 def starts_of(command_id: str, worker_command_id: str) -> bool:
     """Say whether the worker was started by the command, alone or among others."""
-    return worker_command_id == command_id or worker_command_id.rpartition("/")[0] == command_id
+    before, slash, _ = worker_command_id.rpartition("/")
+    return worker_command_id == command_id or (before == command_id and bool(slash))

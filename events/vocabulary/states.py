@@ -9,6 +9,7 @@ from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
     Count,
     Duration,
+    FailedSources,
     Iteration,
     Micros,
     Name,
@@ -107,7 +108,7 @@ class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     iteration: Iteration
     size_bytes: Count
     duration_us: Duration
-    failed_sources: tuple[Text, ...] = always(())
+    failed_sources: FailedSources = always(())
     storage_iteration: Iteration = always(0)
     saved_us: Micros = always(0)
     resharded_from: Text = always("")

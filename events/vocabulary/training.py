@@ -7,6 +7,7 @@ from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
     CorruptionSign,
     Count,
+    CountByRank,
     Duration,
     Factor,
     FirstIteration,
@@ -51,7 +52,7 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     samples_digest: SamplesDigest
     loss: float
     duration_us: Duration
-    micro_batches_by_rank: tuple[Small, ...]
+    micro_batches_by_rank: CountByRank
     micro_batches_repeated: Small = always(0)
     checksums: Checksums | None = None
 

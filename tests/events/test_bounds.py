@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect as python
 import re
 from collections.abc import Iterator
+from typing import get_args
 
 import msgspec
 import pytest
@@ -46,6 +47,28 @@ def _bounds(info: inspect.Type) -> Iterator[tuple[int | None, int | None]]:
 def test_vocabulary_bounds_every_number(kind: type[msgspec.Struct]) -> None:
     for name, low, high in own_numbers(kind):
         assert low is not None and high is not None, f"{kind.__name__}.{name}: has no bounds; give it a type with some"
+
+
+@pytest.mark.parametrize("kind", [k for k in get_args(v.AnyObservation) if not k.is_request], ids=lambda k: k.__name__)
+def test_vocabulary_bounds_every_array_of_an_agent(kind: type[msgspec.Struct]) -> None:
+    """One legal message is never a cluster's worth of names: what a node can have, and no more."""
+    for path in endless(inspect.type_info(kind), kind.__name__):
+        pytest.fail(f"{path}: has no end; give it a max_length")
+
+
+def endless(info: inspect.Type, path: str) -> Iterator[str]:
+    """Where the type has arrays without a bound."""
+    match info:
+        case inspect.StructType():
+            for field in info.fields:
+                yield from endless(field.type, f"{path}.{field.name}")
+        case inspect.UnionType():
+            for kind in info.types:
+                yield from endless(kind, path)
+        case inspect.VarTupleType() | inspect.DictType() if info.max_length is None:
+            yield path
+        case inspect.VarTupleType():
+            yield from endless(info.item_type, f"{path}[]")
 
 
 def test_vocabulary_accepts_largest_cluster() -> None:

@@ -292,3 +292,4 @@ def test_batch_start_command_has_answer_per_worker() -> None:
     assert (other.command_id, other.worker, other.node, other.epoch) == ("2.5.n1.17/1", "gpt.9", "n1", 5)
     assert starts_of(command.command_id, other.command_id) and starts_of("2.5.n1.17", "2.5.n1.17")
     assert not starts_of("2.5.n1.1", other.command_id) and not starts_of("2.5.n1.17", "2.5.n1.170/1")
+    assert not starts_of("", "2.5.n1.17"), "an empty id is no command of anybody"

@@ -83,7 +83,7 @@ def test_node_index_matches_task_workers(states: list[ClusterState]) -> None:
         anew = ByNode(state.tasks)
         for node in state.nodes:
             here = [(t.name, w.worker) for t in state.tasks.values() for w in t.workers.values() if w.node == node]
-            assert sorted(state.by_node.on(node)) == sorted(anew.on(node)) == sorted(here)
+            assert list(state.by_node.on(node)) == list(anew.on(node)) == sorted(here)
             for task in state.tasks:
                 assert state.by_node.of_task(node, task) == [worker for name, worker in here if name == task]
 

@@ -9,6 +9,7 @@ from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRo
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, resume_after
 from unicrond.agents.trainer.lifecycle.results import LoadedState, StateLost
 from unicrond.events.vocabulary import StateLoaded, StateSource
+from unicrond.events.vocabulary.field_types import SOURCES_MAX
 
 _TRIED_CHARS = 1024
 
@@ -99,7 +100,7 @@ def report_loaded(
             iteration=member.last_iteration,
             size_bytes=loaded.size_bytes,
             duration_us=int((member.clock() - started_s) * 1e6),
-            failed_sources=tuple(failures),
+            failed_sources=tuple(failures)[:SOURCES_MAX],
             storage_iteration=stored,
             saved_us=int(max(0, member.last_iteration - stored) * member.pace_s * 1e6) if nearer else 0,
             resharded_from=loaded.resharded_from,

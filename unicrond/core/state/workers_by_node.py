@@ -3,6 +3,8 @@
 Rules
 -----
 * It follows from the tasks, and is brought up to date at the cost of the workers that came or went since the last time.
+* The order is that of the names, and not of when somebody looked: a reader that looked after each entry and one that
+  folded many at once find the same worker first.
 * A worker never moves to another node: its id belongs to one (admission.py refuses what says otherwise).
 """
 
@@ -60,11 +62,11 @@ class ByNode:
                     entries[task, worker] = None
                 else:
                     entries.pop((task, worker), None)
-            on[node] = tuple(entries)
+            on[node] = tuple(sorted(entries))
         self._on = on.finish()
 
     def on(self, node: str) -> Sequence[tuple[str, str]]:
-        """Return (task, worker) of each worker of any status on `node`, in an order that means nothing."""
+        """Return (task, worker) of each worker of any status on `node`, by name."""
         return self._on.get(node, ())
 
     def of_task(self, node: str, task: str) -> list[str]:

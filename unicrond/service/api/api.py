@@ -122,6 +122,7 @@ _STATE_PATHS = (
 #: The grant of the request that is being handled.
 _caller: ContextVar[Grant] = ContextVar("who", default=FULL_GRANT)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Middleware = Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]
 
 
 class Api:
@@ -156,9 +157,9 @@ class Api:
             coordinator.views,
         )
 
-    def application(self) -> web.Application:
-        """Return the aiohttp application with all routes."""
-        app = web.Application(middlewares=[self._guard], client_max_size=256 * 1024)
+    def application(self, *outer: _Middleware) -> web.Application:
+        """Return the aiohttp application with all routes. `outer`: middlewares that go before its own."""
+        app = web.Application(middlewares=[*outer, self._guard], client_max_size=256 * 1024)
         app.add_routes(
             [
                 web.get("/livez", self.alive),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -13,6 +14,8 @@ from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.state.field_faults import faults
 
 T = TypeVar("T", bound=msgspec.Struct)
+#: How long a request's body may take.
+BODY_S = 10.0
 #: Digits of a number in a query; no log, rank or file has so many.
 _DIGITS_MAX = 15
 #: Nesting of a request's JSON; the deepest of ours is four.
@@ -30,7 +33,12 @@ async def body_of(request: web.Request, kind: type[T]) -> T:
 async def json_of(request: web.Request) -> Any:
     """Return the request's JSON; no body is an empty object. Raises Refused."""
     try:
-        value = msgspec.json.decode(await request.read() or b"{}")
+        async with asyncio.timeout(BODY_S):
+            body = await request.read()
+    except TimeoutError:
+        raise OrderRefused(408, f"body: it did not come within {BODY_S:g} s") from None
+    try:
+        value = msgspec.json.decode(body or b"{}")
     except msgspec.DecodeError as wrong:
         raise OrderRefused(400, f"body: not valid JSON: {wrong}") from None
     except RecursionError:

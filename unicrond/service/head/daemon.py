@@ -44,6 +44,7 @@ from unicrond.intake.config import Config, login_as
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tls import Tls
 from unicrond.service.api.api import Api
+from unicrond.service.api.connections import ApiConnections, connections_max
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.clock import CLOCK
@@ -222,11 +223,13 @@ async def _serve_until_stopped(
     promises = _promises(config, links, head)
     process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
     api = Api(config, coordinator, parts.event_log, LogReader(links.asking), access_of(config), process)
-    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
+    connections = ApiConnections(connections_max())
+    runner = web.AppRunner(api.application(connections.middleware), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
+    listening = AsyncExitStack()
     try:
         await outside.aclose()
-        await _open(runner, config, certificates)
+        await _open(listening, connections, runner, config, certificates)
         runs = {
             "coordinator": head.run() if head is not None else coordinator.run(),
             "log-keeper": keeper.run(),
@@ -247,6 +250,7 @@ async def _serve_until_stopped(
         work.append(asyncio.create_task(watchdog, name="systemd"))
         return await _until_stopped(work, orders.stop)
     finally:
+        await listening.aclose()
         with suppress(asyncio.TimeoutError):
             await runner.cleanup()
 
@@ -279,11 +283,17 @@ def _warn(config: Config, orders: Orders) -> None:
         )
 
 
-async def _open(runner: web.AppRunner, config: Config, certificates: Certificates) -> None:
-    """Have the API listen. Raises Fatal."""
+async def _open(
+    listening: AsyncExitStack,
+    connections: ApiConnections,
+    runner: web.AppRunner,
+    config: Config,
+    certificates: Certificates,
+) -> None:
+    """Have the API listen as long as the stack lives. Raises Fatal."""
     host, port = config.api.host, config.api.port
     try:
-        await web.TCPSite(runner, host, port, ssl_context=certificates.context).start()
+        await listening.enter_async_context(connections.listening(runner, host, port, certificates.context))
     except OSError as error:
         raise _no_port(config, error) from None
     log.info("API at %s://%s:%d", "https" if config.api_tls else "http", host, port)

@@ -22,6 +22,7 @@ from aiohttp import web
 from unicrond.events.log.event_log import LogUnavailable
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
 from unicrond.events.nats.url import parse_urls
+from unicrond.service.api.connections import ApiConnections, connections_max
 from unicrond.service.api.http_parts import answer, error
 
 log = logging.getLogger("unicrond")
@@ -99,12 +100,13 @@ async def porch(
             return answer(body)
         return answer(body, 503) if request.path == "/readyz" else error(503, f"coordinator: {waits_for()}")
 
-    app = web.Application()
+    connections = ApiConnections(connections_max())
+    app = web.Application(middlewares=[connections.middleware])
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
-        yield
+        async with connections.listening(runner, host, port, context):
+            yield
     finally:
         await runner.cleanup()
