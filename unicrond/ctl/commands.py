@@ -320,7 +320,8 @@ def reshape(options: argparse.Namespace) -> None:
 
 def set_mode(options: argparse.Namespace) -> None:
     """Set the mode of the cluster, or of one task."""
-    answer = client_of(options).set_mode(options.mode, options.reason or "", options.task or "")
+    order = {"mode": options.mode, **_given(options, "reason")}
+    answer = client_of(options).update(options.task or "", order, of="mode")
     target = f"task {options.task}" if options.task else "the cluster"
     _say(options, answer, f"{target} is in mode {options.mode} from sequence {answer.get('seq')} on")
 

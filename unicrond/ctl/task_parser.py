@@ -69,7 +69,7 @@ def _add_settings(commands: Commands) -> None:
     add_to(
         commands,
         "mode",
-        "set whether decisions that take out or move workers are carried out, or only told (docs/operate/brakes.md)",
+        "change whether decisions that take out or move workers are carried out, or only told (docs/operate/brakes.md)",
         ("mode observe --reason 'first week'", "mode observe --task big", "mode heal"),
         option("mode", "MODE", "heal, or observe: what died is restarted, all else is told", choices=MODES),
         shared("--task", "of this task alone"),

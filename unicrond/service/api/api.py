@@ -12,8 +12,7 @@
     POST /v1/tasks/NAME/cancel             {"reason"}
     POST /v1/tasks/NAME/update             another weight, priority, or other bounds: see request_bodies.py
     POST /v1/tasks/NAME/reshape            another layout or size: see core/rules/reshape_requests.py
-    POST /v1/mode                          {"mode": "heal" or "observe", "reason"}
-    POST /v1/tasks/NAME/mode               the same, of one task
+    POST /v1/mode, /v1/tasks/NAME/mode     {"mode", "reason"}
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/nodes/NAME/forget             {"leave", "reason"}
@@ -69,7 +68,6 @@ from unicrond.events.vocabulary import (
     ForgetRequested,
     MaintenanceCancelled,
     MaintenancePlanned,
-    ModeRequested,
     NodeCordoned,
     NodeEnrolled,
     NodeRevoked,
@@ -90,7 +88,7 @@ from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
 from unicrond.service.api.page_api import PageApi
-from unicrond.service.api.plan_api import PlanApi
+from unicrond.service.api.plan_api import ModeApi, PlanApi
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import (
@@ -98,7 +96,6 @@ from unicrond.service.api.request_bodies import (
     Enrolment,
     ForgetOrder,
     MaintenanceOrder,
-    ModeOrder,
     OfNode,
     Reason,
     UpdateOrder,
@@ -171,8 +168,6 @@ class Api:
                 web.post("/v1/tasks/{task}/cancel", self.cancel),
                 web.post("/v1/tasks/{task}/update", self.update),
                 web.post("/v1/tasks/{task}/reshape", self.reshape),
-                web.post("/v1/tasks/{task}/mode", self.task_mode),
-                web.post("/v1/mode", self.cluster_mode),
                 web.post("/v1/nodes/{node}/cordon", self.cordon),
                 web.post("/v1/nodes/{node}/uncordon", self.uncordon),
                 web.post("/v1/nodes/{node}/forget", self.forget),
@@ -184,6 +179,7 @@ class Api:
                 *self._log_api.routes(),
                 *self._looking.routes(),
                 *PlanApi(self._config.policy, self._coordinator).routes(),
+                *ModeApi(self._append, self._task).routes(),
             ]
         )
         return app
@@ -252,16 +248,9 @@ class Api:
         trouble = coordinator.fault or self._process.trouble()
         alarms = coordinator.standing_alarms() + self._access.alarms()
         state = coordinator.state
-        body = {
-            "status": self.status(),
-            "trouble": trouble,
-            "alarms": alarms,
-            "term": state.term,
-            "seq": state.seq,
-            "mode": state.mode,
-        }
+        body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
         body |= {"outbox_backlog": self._outbox_backlog(), "leads": self._process.leads, "heads": self._process.heads}
-        return {**body, "weaker": self._process.weaker()}
+        return {**body, "weaker": self._process.weaker(), "mode": state.mode}
 
     def _outbox_backlog(self) -> dict[str, dict[str, float]]:
         backlogs = self._coordinator.outbox_backlog().items()
@@ -321,18 +310,6 @@ class Api:
         event = reshape_request(self._coordinator.state, task, await body_of(request, ReshapeOrder))
         about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "requester"}
         return await self._append(event, {**about, "warnings": too_few_lanes(reshaped(task.spec, event))}, 202)
-
-    async def task_mode(self, request: web.Request) -> web.Response:
-        """Set the mode of a running task."""
-        return await self._set_mode(await body_of(request, ModeOrder), self._task(request).name)
-
-    async def cluster_mode(self, request: web.Request) -> web.Response:
-        """Set the mode of the whole cluster."""
-        return await self._set_mode(await body_of(request, ModeOrder))
-
-    async def _set_mode(self, order: ModeOrder, task: str = "") -> web.Response:
-        event = ModeRequested(mode=order.mode, task=task, reason=order.reason or _REASON)
-        return await self._append(event, {"mode": order.mode, "task": task}, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:
         """Keep new workers off a node; with drain, also move its workers away at an iteration boundary, `by` a time."""
