@@ -9,6 +9,7 @@ Rules
   coordinator allows beside it.
 * Of a window are kept: all beats of the verdict's node; all of the coordinator's own, which distinguish a silent bus
   from a silent node; the last one of each other node, which shows whether most of them were silent.
+* Of the others, too, the first after each of the coordinator's own: they show that somebody was heard all the time.
 * Kept as well: the beat that the verdict names, and the one that stood last in the stream at that time. A crash of
   nats-server takes the newest beats back and gives their numbers anew; the second one shows that.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat, NodeLost, NodeReturned
+from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat, NodeLost, NodeReturned, SilenceEnded, SilenceHeld
 from unicrond.events.wire.codec import COORDINATOR
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 
@@ -30,7 +31,8 @@ _BEFORE_NAMED_US = 1_000_000
 
 
 class NodeVerdict(NamedTuple):
-    """A NodeLost or NodeReturned of the log. `named_seq`, `named_us`: the beat that it names, 0 for none."""
+    """A NodeLost or NodeReturned of the log, or what it says of a silence of all nodes (`node`: ""). `named_seq`,
+    `named_us`: the beat that it names, 0 for none."""
 
     node: str
     at_us: int
@@ -64,6 +66,8 @@ class NodeVerdicts:
                 proof = event.evidence
                 from_us = at_us - window_us(self._heartbeat_us)
                 verdicts.append(NodeVerdict(event.node, at_us, from_us, proof.beat_seq, proof.beat_at_us))
+            elif isinstance(event, SilenceHeld | SilenceEnded):
+                verdicts.append(NodeVerdict("", at_us, at_us - window_us(self._heartbeat_us), 0, 0))
         return verdicts
 
 
@@ -101,6 +105,7 @@ def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[RecordedEvent]) ->
     selection: dict[tuple[int, int], RecordedEvent] = {}
     fresh: dict[str, RecordedEvent] = {}
     newest: RecordedEvent | None = None
+    is_after_own = False
 
     def keep(*chosen_beats: RecordedEvent) -> None:
         """Select these heartbeats."""
@@ -122,7 +127,9 @@ def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[RecordedEvent]) ->
         newest = beat
         event = beat.envelope.event
         node = event.node if isinstance(event, Heartbeat) else ""
-        if node in subjects or beat.seq in evidence_seqs:
+        is_first = node not in subjects and is_after_own
+        is_after_own = node == COORDINATOR or (is_after_own and not is_first)
+        if node in subjects or is_first or beat.seq in evidence_seqs:
             keep(beat)
         elif node:
             fresh[node] = beat

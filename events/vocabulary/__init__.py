@@ -48,6 +48,7 @@ from unicrond.events.vocabulary.memberships import (
 )
 from unicrond.events.vocabulary.node_decisions import (
     DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, RepairEnded,
+    SilenceEnded, SilenceHeld,
 )
 from unicrond.events.vocabulary.node_requests import (
     ForgetRequested, MaintenanceCancelled, MaintenancePlanned, NodeCordoned, NodeEnrolled, NodeRevoked,
@@ -193,6 +194,8 @@ __all__ = [
     "SeatRun",
     "Serial",
     "SeverityLevel",
+    "SilenceEnded",
+    "SilenceHeld",
     "SnapshotStored",
     "SomeWorkers",
     "StackReader",
@@ -254,6 +257,7 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
+    | SilenceHeld | SilenceEnded
     | DecisionHeld | HoldLifted
     | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
     | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed

@@ -103,6 +103,7 @@ ErrorKind: TypeAlias = Literal[
     "gpu_broken",
     "left_early",
     "link_fault",
+    "head_deaf",
 ]
 #: How a process came to its end: by itself with a code, by a signal, by one with a core dump, or by SIGKILL from the
 #: kernel's OOM killer. "maybe_oom_killed": this cannot be found out here, and no other cause is known.

@@ -43,6 +43,33 @@ class NodeReturned(Decision, frozen=True, kw_only=True):
         return f"node {self.node} returned, beat {self.evidence.beat_seq}"
 
 
+class SilenceHeld(Decision, frozen=True, kw_only=True):
+    """The coordinator hears none of the nodes that are up, two or more: it holds that for its own trouble, judges none
+    of them and decides nothing about their workers. `nodes`: how many they are.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    nodes: Count
+    reason: Text
+
+    def sentence(self) -> str:
+        """Say it in one sentence."""
+        return f"the head hears none of {self.nodes} nodes: {self.reason}"
+
+
+class SilenceEnded(Decision, frozen=True, kw_only=True):
+    """The coordinator hears its nodes again; those that are silent still are judged one by one from now on."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    reason: Text
+
+    def sentence(self) -> str:
+        """Say it in one sentence."""
+        return f"the head hears nodes again: {self.reason}"
+
+
 class NodeForgotten(Decision, frozen=True, kw_only=True):
     """The node has gone for good: nothing is held against its name any more, and nothing is kept for it."""
 

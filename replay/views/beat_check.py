@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, Liveness
+from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import RecordedEvent
@@ -33,6 +34,10 @@ JUDGEMENTS = 8
 
 #: Beats that are further apart belong to two stretches. The coordinator sends one every 15 s or more often.
 GAP_US = 20_000_000
+
+
+#: What the coordinator concludes from heartbeats.
+Verdict: TypeAlias = v.NodeLost | v.NodeReturned | v.SilenceHeld | v.SilenceEnded
 
 
 class Unverifiable(Exception):
@@ -55,11 +60,11 @@ class BeatCheck:
         self._joined_us: dict[str, int] = {}
         self._verdict_us: dict[tuple[type, str], int] = {}
 
-    def take_over(self, heartbeat_s: float, at_us: int) -> None:
+    def take_over(self, settings: Settings, at_us: int) -> None:
         """Start anew with a coordinator: no beat has arrived yet, and every node has a grace period."""
         self._now_us = max(self._now_us, at_us)
-        heartbeat_us = int(heartbeat_s * 1e6)
-        self._liveness = Liveness(heartbeat_us, self._now_us)
+        silence_us = int(settings.policy.silence_s * 1e6)
+        self._liveness = Liveness(int(settings.heartbeat_s * 1e6), self._now_us, silence_us=silence_us)
         self._liveness.grace(self._now_us)
         self._from_us = self._now_us
         self._joined_us = {}
@@ -88,18 +93,26 @@ class BeatCheck:
                 self._begin_at(stretch.begin_us, liveness, state)
             self._now_us = min(self._now_us + tick_us, until_us)
             self._hear_beats(liveness)
-            for verdict in liveness.verdicts(state.nodes, self._now_us):
-                if isinstance(verdict, v.NodeLost | v.NodeReturned):
-                    self._verdict_us[type(verdict), verdict.node] = self._now_us
+            for verdict in liveness.verdicts(state.nodes, self._now_us, state.silence):
+                self._verdict_us[type(verdict), getattr(verdict, "node", "")] = self._now_us
 
-    def contradiction(self, verdict: v.NodeLost | v.NodeReturned, at_us: int, state: ClusterState) -> str:
+    def contradiction(self, verdict: Verdict, at_us: int) -> str:
         """Return why the verdict recorded at `at_us` does not follow from the beats; empty if it does. Raises
         Unverifiable."""
         liveness = self._liveness
         if liveness is None or not self._beats:
             raise Unverifiable("this log has no heartbeats with it")
+        if isinstance(verdict, v.NodeLost | v.NodeReturned):
+            return self._contradiction_of_node(verdict, at_us, liveness)
+        self._require_beats(at_us, self._from_us, liveness)
+        verdict_us = self._verdict_us.get((type(verdict), ""))
+        is_right = verdict_us is not None and verdict_us >= at_us - SLACK_US
+        return "" if is_right else "the retained heartbeats do not support it"
+
+    def _require_beats(self, at_us: int, began_us: int, liveness: Liveness) -> list[_Stretch]:
+        """Return the stretches of beats before `at_us`. Raise Unverifiable where they do not reach back to before the
+        silence that a verdict is about."""
         patience_us = MOST_SILENT_FACTOR * liveness.limit_us + SLACK_US
-        began_us = max(self._from_us, self._joined_us.get(verdict.node, 0))
         earlier = [stretch for stretch in self._stretches if stretch.begin_us <= at_us]
         if not earlier or earlier[-1].begin_us > max(began_us, at_us - patience_us):
             raise Unverifiable("beats expired")
@@ -107,6 +120,11 @@ class BeatCheck:
             raise Unverifiable(
                 "the heartbeats end before this entry" if earlier == self._stretches else "beats expired"
             )
+        return earlier
+
+    def _contradiction_of_node(self, verdict: v.NodeLost | v.NodeReturned, at_us: int, liveness: Liveness) -> str:
+        began_us = max(self._from_us, self._joined_us.get(verdict.node, 0))
+        earlier = self._require_beats(at_us, began_us, liveness)
         evidence = verdict.evidence
         if evidence.beat_seq and not self._was_taken_back(evidence):
             beat = self._by_place.get((evidence.beat_seq, evidence.beat_at_us))
@@ -136,7 +154,7 @@ class BeatCheck:
     def _begin_at(self, at_us: int, liveness: Liveness, state: ClusterState) -> None:
         """Start anew after a gap in the retained beats, as if every node had sent a beat just then."""
         self._now_us = at_us
-        liveness.verdicts(state.nodes, at_us)  # the pause ends here
+        liveness.verdicts(state.nodes, at_us, state.silence)  # the pause ends here
         liveness.grace(at_us)
 
     def _hear_beats(self, liveness: Liveness) -> None:

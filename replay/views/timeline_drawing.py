@@ -122,7 +122,8 @@ class _Drawing:
         for incident in self._timeline.incidents:
             end_us = incident.resumed_us or incident.closed_us or self._timeline.end_us
             x = self._x(incident.detected_us)
-            caption = f"{incident.id} {incident.kind} SEV{incident.severity.value} {incident.worker or incident.node}"
+            place = incident.worker or incident.node or incident.location
+            caption = f"{incident.id} {incident.kind} SEV{incident.severity.value} {place}"
             self._parts.append(
                 f'<rect x="{x:.2f}" y="{self._y}" height="{_ROW}" width="{max(2.0, self._x(end_us) - x):.2f}"'
                 f' fill="{SEVERITY_COLOURS[incident.severity.value]}"><title>{escape(caption)}:'

@@ -41,14 +41,14 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema, told_version
-from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
+from unicrond.replay.views.beat_check import BeatCheck, Unverifiable, Verdict
 from unicrond.service.coordinator.code_identity import code_version
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import open_report, reading, report
 from unicrond.views.view import View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
-OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
+OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.SilenceHeld, v.SilenceEnded, v.RepairEnded)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {"method": "fresh", "duration_us": 0, "rows_reused": 0}
 
@@ -180,7 +180,7 @@ class Verifier(View):
         note += _change(before, self._settings)
         self.findings.notes.append(note)
         self._open_deadlines = set()
-        self._beats.take_over(self._settings.heartbeat_s, entry.recorded_at_us)
+        self._beats.take_over(self._settings, entry.recorded_at_us)
 
     # --- decisions ---------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Verifier(View):
     def _verify_observed(
         self,
         entry: RecordedEvent,
-        event: v.DeadlineExpired | v.NodeLost | v.NodeReturned | v.RepairEnded,
+        event: v.DeadlineExpired | Verdict | v.RepairEnded,
         open_deadlines: set[str],
     ) -> None:
         based_on = entry.envelope.based_on
@@ -269,7 +269,7 @@ class Verifier(View):
             self.findings.unverifiable.append(f"entry {entry.seq}, {event.sentence()}: by an operator's command")
             return
         try:
-            contradiction = self._beats.contradiction(event, entry.recorded_at_us, self._state)
+            contradiction = self._beats.contradiction(event, entry.recorded_at_us)
         except Unverifiable as error:
             self.findings.unverifiable.append(f"entry {entry.seq}, {event.sentence()}: {error}")
             return

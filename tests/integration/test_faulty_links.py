@@ -63,8 +63,9 @@ def test_flapping_link_is_believed_later_each_time(tmp_path: Path) -> None:
 
 
 @matrix
-@pytest.mark.parametrize("case", ["loses 25 %", "3 Mbit/s"])
-def test_task_leaves_a_link_that_costs_more_than_it_brings(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "most"), [("loses 25 %", 2), ("3 Mbit/s", 1)])
+def test_task_leaves_a_link_that_costs_more_than_it_brings(case: str, most: int, tmp_path: Path) -> None:
+    """Two probes in a row may come through a link that loses a quarter: the second time it is believed later."""
     outcome = run(case, tmp_path)
-    assert sum(outcome.evicted.values()) == 1 and set(outcome.evicted) < set(CASES[case].pair), outcome
+    assert 1 <= sum(outcome.evicted.values()) <= most and set(outcome.evicted) < set(CASES[case].pair), outcome
     assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome

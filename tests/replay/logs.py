@@ -275,6 +275,10 @@ def _by_people(scene: _Scene) -> None:
 def _ends(scene: _Scene) -> None:
     """A task completes; a node leaves."""
     cluster, iteration = scene.cluster, scene.iteration
+    term = cluster.state.term
+    cluster.append(v.SilenceHeld(nodes=4, reason="by hand"), "coordinator", term)
+    cluster.append(v.SilenceEnded(reason="by hand"), "coordinator", term)
+    cluster.run()
     lead = cluster.state.tasks["big"].membership
     assert lead is not None
     first = lead.members[0]

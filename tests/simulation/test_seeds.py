@@ -36,6 +36,14 @@ def test_rules_hold_under_every_seed(first: int) -> None:
     assert report.incidents > seeds, "nothing goes wrong: the simulation shows nothing"
 
 
+@pytest.mark.parametrize("how", ["", "head_anew"])
+@pytest.mark.parametrize("seed", range(4))
+def test_silence_of_all_nodes_costs_nothing(seed: int, how: str) -> None:
+    outcome = simulate(seed, [SimulatedFault(kind="all_silent", at_s=10.0, for_s=18.0, how=how)])
+    assert not outcome.rule, outcome.story
+    assert outcome.incidents == 1 and outcome.micro_batches_repeated == outcome.iterations_lost == 0
+
+
 def test_copies_continue_after_full_disk_lost_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted agent remembers peers from before its disk was full."""
     for module in (world, coordinators):

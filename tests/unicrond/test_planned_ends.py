@@ -60,6 +60,20 @@ def test_planned_membership_empties_leaving_node() -> None:
     assert len(members(cluster.state)) == 3 and is_unblamed(cluster)
 
 
+def test_task_exceeds_its_maximum_only_while_it_hands_its_state_over() -> None:
+    """All its nodes have announced their ends, and two others have joined: they take the state of those that leave."""
+    cluster = training()
+    for host in list(cluster.hosts.values()):
+        cluster.say(host, v.NodeLeaving(node=host.name, grace_us=25 * SECOND_US, reason="its agent was asked to end"))
+    for name in ("n4", "n5"):
+        cluster.add_host(name)
+    cluster.run()
+    _, handover, after = said(cluster, v.MembershipDecided)
+    assert sum(run.count for run in handover.seats) == 5 and handover.reason.endswith("2 join, 0 leave")
+    assert after.generation == handover.generation + 1 and after.reason.endswith("0 join, 3 leave")
+    assert [member.node for member in members(cluster.state)] == ["n4", "n5"] and is_unblamed(cluster)
+
+
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("how", ["joins", "lost", "returns"])
 def test_announced_end_is_no_failure(how: str, *, announced: bool) -> None:

@@ -6,6 +6,8 @@ Rules
   those decisions are folded, decide is quiet. A burst coalesces, a restart needs no memory.
 * Pure and quick: plan problems that the state poses (`needed_solves`) are solved elsewhere and handed in.
 * What is returned is one batch: a membership and the commands that carry it commit together.
+* While the head hears none of its nodes (nodes/deafness.py) nothing is decided about nodes, workers and plans: nobody
+  would hear it, and what is believed of them may be wrong.
 * A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
@@ -50,8 +52,15 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     `solutions`: answers to `needed_solves(survey)`, as far as they are known. `gathering`: a node was lost and others
     are late (liveness.py): no plan is made for less than all of them.
     """
-    state, policy = survey.state, survey.policy
     batch = DecisionBatch(survey)
+    if survey.state.silence is None:
+        return _reconcile(batch, solutions, gathering=gathering)
+    nodes.forget_nodes(batch)
+    return batch.events
+
+
+def _reconcile(batch: DecisionBatch, solutions: Mapping[Problem, Solution], *, gathering: bool) -> list[v.AnyEvent]:
+    survey, state, policy = batch.survey, batch.state, batch.survey.policy
     response.respond(batch)
     nodes.readmit_nodes(batch)
     nodes.begin_drains(batch)

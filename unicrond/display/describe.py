@@ -195,7 +195,10 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
         "severity": f"{incident.severity.name}, {RESPONSE[incident.severity]}",
         "cause": incident.kind,
         "where": ", ".join(
-            filter(None, (incident.worker and f"worker {incident.worker}", incident.node, incident.place))
+            filter(
+                None,
+                (incident.worker and f"worker {incident.worker}", incident.node or incident.location, incident.place),
+            )
         ),
         "what": incident.message,
         "hit": ", ".join(broken) or "no task",

@@ -153,7 +153,7 @@ def _incident(incident: Incident, hide: Callable[[str], str]) -> dict[str, Any]:
         "id": incident.id,
         "kind": incident.kind,
         "severity": incident.severity.name,
-        "node": incident.node,
+        "node": incident.node or incident.location,
         "worker": incident.worker,
         "tasks": list(incident.tasks),
         "message": hide(incident.message),

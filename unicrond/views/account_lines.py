@@ -168,6 +168,10 @@ def remark_of(entry: RecordedEvent, before: ClusterState, after: ClusterState) -
     return ""
 
 
+#: What an incident of many nodes is made of.
+_OF_NODES = (v.NodeLost, v.NodeReturned, v.NodeJoined, v.NodeLeft)
+
+
 def belongs_to_incident(event: v.AnyEvent, incident: Incident, names: Iterable[str]) -> bool:
     """Return whether the event, in the incident's life, is part of its account. `names`: its id, and those of the
     incidents that it explained."""
@@ -178,6 +182,8 @@ def belongs_to_incident(event: v.AnyEvent, incident: Incident, names: Iterable[s
         return subject in {*names, *incident.tasks, incident.node} or task_of(subject) in incident.tasks
     if isinstance(event, v.PlanAdopted | v.CoordinatorStarted):
         return True
+    if isinstance(event, v.SilenceHeld | v.SilenceEnded) or (not incident.node and isinstance(event, _OF_NODES)):
+        return incident.kind == "head_deaf"
     if incident.node and getattr(event, "node", None) == incident.node and not isinstance(event, v.StepCommitted):
         return True
     return any(task in incident.generations for task in event.tasks_named())

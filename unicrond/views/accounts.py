@@ -341,10 +341,9 @@ class Accounts(View):
 
 def incident_title(incident: Incident) -> list[str]:
     """Say in two lines what an incident is."""
-    location = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
     hit = ", ".join(f"{task} in generation {broken}" for task, broken in incident.generations.items())
     return [
-        f"Incident {incident.id}: {incident.kind}, SEV{incident.severity.value}, {location}",
+        f"Incident {incident.id}: {incident.kind}, SEV{incident.severity.value}, {incident.location}",
         clean(f"{incident.message}. It hit {hit or 'no task'}."),
     ]
 

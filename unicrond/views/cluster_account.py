@@ -100,7 +100,7 @@ def _now(state: ClusterState, alarms: Sequence[str] | None) -> list[str]:
     lines.append(f"  tasks: {len(state.active)} active{_listed('; without workers: ', idle)}")
     lines += [f"  held: {_short(hold_text(hold))}" for hold in state.holds.values()]
     lines += [
-        f"  open: {incident.id} {incident.kind} on {incident.node}: {_short(incident.message)}"
+        f"  open: {incident.id} {incident.kind} on {incident.node or incident.location}: {_short(incident.message)}"
         for incident in state.incidents.values()
     ]
     return ["Now:" + ("" if alarms is None or alarms else " no alarm"), *lines]
@@ -135,7 +135,7 @@ def _topic_of(event: v.AnyEvent, before: ClusterState, after: ClusterState) -> T
             return "nodes"
         case v.DecisionHeld() | v.HoldLifted():
             return "nodes" if event.node else "tasks"
-        case v.CoordinatorStarted():
+        case v.CoordinatorStarted() | v.SilenceHeld() | v.SilenceEnded():
             return "people and heads"
         case _:
             return "people and heads" if event.is_request else None

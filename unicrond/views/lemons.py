@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from unicrond.core.replayer import LogStep
-from unicrond.core.state.state import ClusterState, Incident
+from unicrond.core.state.state import ClusterState, Incident, Node
 from unicrond.events import vocabulary as v
 
 SCORE_MIN = 8.0
@@ -114,7 +114,7 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
             return event.node, "cordoned"
         case v.NodeChecked(has_passed=False):
             return event.node, "check_failed"
-        case v.NodeLost() if (node := before.nodes.get(event.node)) and not (node.health.loss_ordered or node.may_go):
+        case v.NodeLost() if (node := before.nodes.get(event.node)) and not _is_excused(before, node):
             return event.node, "lost"
         case v.AcceleratorReported(kind=kind) if kind is not None:
             return event.node, "xid"
@@ -129,6 +129,11 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
             worker = task.workers.get(event.suspect) if task else None
             return worker.node if worker else "", "corruption" if event.sign == "checksum" else "odd_numbers"
     return "", ""
+
+
+def _is_excused(state: ClusterState, node: Node) -> bool:
+    """Return whether the loss of the node now would say nothing of its machine."""
+    return node.health.is_loss_excused or node.may_go or state.silence is not None
 
 
 def _was_isolated(state: ClusterState, node: str) -> bool:
@@ -157,7 +162,7 @@ def _is_ordered(state: ClusterState, incident: Incident) -> bool:
     task = state.tasks.get(incident.worker.rpartition(".")[0])
     worker = task.workers.get(incident.worker) if task else None
     node = state.nodes.get(incident.node)
-    return bool(worker and worker.ordered_fault) or bool(node and node.health.loss_ordered) or not incident.node
+    return bool(worker and worker.ordered_fault) or bool(node and node.health.is_loss_excused) or not incident.node
 
 
 def _add_signal(signals: _Signals, node: str, name: str, more: int = 1) -> _Signals:

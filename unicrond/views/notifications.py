@@ -134,8 +134,7 @@ def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Ite
 
 def story(incident: Incident) -> str:
     """Describe an incident in a few lines."""
-    subject = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
-    lines = [f"{incident.kind}, {incident.severity.name}: {subject}", incident.message]
+    lines = [f"{incident.kind}, {incident.severity.name}: {incident.location}", incident.message]
     if incident.place:
         lines.append(f"where: {incident.place}")
     lines.append(f"tasks: {', '.join(incident.tasks) or 'none'}; response: {RESPONSE[incident.severity]}")
@@ -175,7 +174,7 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
     for name, incident in after.incidents.items():
         old = before.incidents.get(name)
         if incident.severity is Severity.SEV1 and (old is None or old.severity is not Severity.SEV1):
-            title = f"SEV1: {incident.kind} on {incident.node}"
+            title = f"SEV1: {incident.kind} on {incident.node or incident.location}"
             commands = f"unicron-replay story incident {name} --nats URL", "unicronctl status"
             notices.append(Notice(name, "sev1", "error", title, story(incident), commands))
     closed = (
@@ -184,7 +183,7 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
         else None
     )
     if closed is not None and closed.severity is Severity.SEV1:
-        title = f"SEV1 healed: {closed.kind} on {closed.node}"
+        title = f"SEV1 healed: {closed.kind} on {closed.node or closed.location}"
         notices.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))
     return notices
 

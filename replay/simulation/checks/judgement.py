@@ -1,10 +1,10 @@
-"""The rules of judgement: nobody pays for another's program. Each is one small function that returns the story of its
-breach, or "". `invariants.py` has the other rules, and the table of all."""
+"""The rules of judgement: nobody pays for another's program, and no node for its head's trouble. Each is one small
+function that returns the story of its breach, or "". `invariants.py` has the other rules, and the table of all."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -22,12 +22,15 @@ JUDGEMENT_RULES: dict[str, str] = {
     "programs_move_no_others": "No plan moves a task for another's failures, or stops it for one that fails.",
     "members_stay_within_max": "No task has more than max_workers members, but while its state is handed over.",
     "production_goes_first": "No task of a plan stands while those of lower priority have the room for it.",
+    "deaf_heads_judge_nobody": "A head that hears none of its nodes loses, isolates and stops nobody.",
     "nodes_are_used": "A healthy node is in use within a minute of being wanted.",
     "observation_moves_nothing": "In mode observe nothing is taken out, and no plan moves living workers.",
     "brakes_hold": "The coordinator takes no more nodes out than its brakes allow.",
 }
 #: How long a healthy node may be idle though a task wants it, and how long a handover may take.
 USED_WITHIN_S = 60.0
+#: Decisions by which somebody loses a node or a worker.
+_JUDGEMENTS = (v.NodeIsolated, v.StopWorker, v.IncidentEscalated, v.TaskFailed, v.PlanAdopted, v.MembershipDecided)
 HANDED_OVER_WITHIN_S = 30.0
 _HOUR_US = 3_600_000_000
 
@@ -201,6 +204,17 @@ def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], withi
     """Check how long nodes have been idle. `demand`: by node, a task that could use it."""
     late = [node for node in demand if idle_s.get(node, 0.0) >= within_s]
     return "; ".join(f"{node} is idle for {idle_s[node]:.0f} s, and {demand[node]} could use it" for node in late)
+
+
+def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, silenced: Callable[[int], bool]) -> str:
+    """Check a decision. `basis`: the state that it was decided in. `silenced`: whether a node whose last beat came then
+    was cut off together with all others, which still are."""
+    up = sum(node.status is NodeStatus.UP for node in basis.nodes.values())
+    if up >= 2 and isinstance(event, v.NodeLost) and silenced(event.evidence.beat_at_us):
+        return f"{event.node} is lost, and none of {up} nodes is heard: {event.reason}"
+    if basis.silence is not None and isinstance(event, _JUDGEMENTS):
+        return f"decided while no node is heard: {event.sentence()}"
+    return ""
 
 
 def _workers(share: v.TaskAssignment | None) -> int:

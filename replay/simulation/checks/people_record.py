@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
@@ -18,6 +18,9 @@ class PeopleRecord:
     def __init__(self) -> None:
         self.programs: set[str] = set()
         self.calm = True
+        #: Whether a node whose last beat came at that time of the log was cut off together with all others, which still
+        #: are.
+        self.silenced: Callable[[int], bool] = lambda _: False
         #: Of `programs`, how often each has failed since its last step.
         self._failures: dict[str, int] = {}
         self._best: dict[str, int] = {}
@@ -43,6 +46,7 @@ class PeopleRecord:
         if not entry.envelope.term or entry.envelope.term != before.term:
             return
         basis = states[entry.envelope.based_on]
+        yield "deaf_heads_judge_nobody", rules.deaf_heads_judge_nobody(basis, event, self.silenced)
         yield "observation_moves_nothing", rules.observation_moves_nothing(basis, event)
         match event:
             case v.NodeIsolated():

@@ -26,6 +26,8 @@ EDGE_KINDS = tuple(
     if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.MaintenancePlanned, v.InjectionRequested)
     and kind.__name__ != "StopRequested"
 )
+#: A node that lives beats once in this time.
+_BEAT_US = 1_100_000
 #: Faults of the connections between nodes.
 _OF_LINKS = ("break_links", "cut_peers", "isolate", "sick_links")
 
@@ -313,6 +315,25 @@ def _cut_log(world: World, fault: SimulatedFault) -> None:
         until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
 
 
+def _all_silent(world: World, fault: SimulatedFault) -> None:
+    """Cut all nodes off from the log at once, as a wrong password or name does; `head_anew`: the head begins anew
+    meanwhile."""
+    since_us = world.log_clock.wall_us()
+
+    def silenced(beat_at_us: int) -> bool:
+        """Return whether a node whose last beat came then was cut off with all others, and all still are."""
+        machines = [*world.hosts.values(), *(host.twin for host in world.hosts.values() if host.twin is not None)]
+        with_others = -_BEAT_US < beat_at_us - since_us < _BEAT_US
+        return with_others and all(host.link.cut for host in machines)
+
+    for host in world.hosts.values():
+        host.link.cut = True
+        until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
+    world.checker.people.silenced = silenced
+    if fault.how == "head_anew":
+        _crash_coordinator(world, replace(fault, how=""))
+
+
 def _cut_peers(world: World, fault: SimulatedFault) -> None:
     """Cut the nodes off from their peers alone; `pair`: the first two from each other."""
     reach = world.training.reach
@@ -346,7 +367,7 @@ def _bad_weather(world: World, fault: SimulatedFault) -> None:
         until(world, fault, link.heal)
 
 
-#: The effect of each kind of fault; the keys are those of FAULT_KINDS, MODE_KINDS and PROGRAM_KINDS.
+#: The effect of each kind of fault; the keys are those of FAULT_KINDS, MODE_KINDS, PROGRAM_KINDS, OUTAGE_KINDS.
 EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "crash_coordinator": _crash_coordinator,
     "second_coordinator": _second_coordinator,
@@ -381,6 +402,7 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "break_worker_line": _break_worker_line,
     "break_fork_line": _break_fork_line,
     "cut_log": _cut_log,
+    "all_silent": _all_silent,
     "cut_peers": _cut_peers,
     "isolate": _isolate,
     "bad_weather": _bad_weather,

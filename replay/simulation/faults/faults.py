@@ -102,6 +102,12 @@ PROGRAM_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "flood": (2, 16.0, (), 0),
     "slow_node": (3, 15.0, ("1.3", "2", "4"), 1),
 }
+#: What hits many nodes by one cause, likewise.
+OUTAGE_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
+    "all_silent": (1, 20.0, ("", "", "head_anew"), 0),
+}
+#: The share of seeds with outages, and of these the share in which nothing else goes wrong.
+OUTAGES, OUTAGES_ALONE = 0.15, 0.5
 #: Likewise: people have the cluster, or a task, observed for a time.
 MODE_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {"observe": (1, 20.0, ("", "task"), 0)}
 #: The share of seeds in which they do.
@@ -113,19 +119,26 @@ GARBAGE, ALONE = 0.25, 0.6
 
 
 def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list[SimulatedFault]:
-    """Draw the whole history of a seed: its faults, and in some seeds what people and programs bring."""
+    """Draw the whole history of a seed: its faults, and in some seeds outages, or what people and programs bring."""
     rng = rng_of("programs")
     faults = draw(rng_of("faults"), nodes)
     modes = rng_of("modes")
     if modes.random() < OBSERVED:
         faults = sorted([*faults, *_draw(modes, MODE_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
     if rng.random() >= GARBAGE:
-        return faults
+        return _with_outages(rng_of("outages"), faults, nodes)
     calm = {kind: FAULT_KINDS[kind] for kind in CALM_KINDS}
     if rng.random() < ALONE:
         faults = _draw(rng, calm, rng.randint(0, 3), nodes)
     faults += _draw(rng, PROGRAM_KINDS, rng.randint(1, 4), nodes)
     return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def _with_outages(rng: random.Random, faults: list[SimulatedFault], nodes: list[str]) -> list[SimulatedFault]:
+    if rng.random() >= OUTAGES:
+        return faults
+    faults = [] if rng.random() < OUTAGES_ALONE else faults
+    return sorted(faults + _draw(rng, OUTAGE_KINDS, rng.randint(1, 2), nodes), key=lambda fault: fault.at_s)
 
 
 def is_calm(faults: Iterable[SimulatedFault]) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 
 from unicrond.core.deciding import memberships
 from unicrond.core.nodes import brakes
+from unicrond.core.nodes.deafness import Deafness
 from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
 from unicrond.core.rules import pinning, plan_problems
 from unicrond.core.tasks import starvation
@@ -79,6 +80,10 @@ def _never_grow() -> None:
     patch(plan_problems, "_task_problem", make)
 
 
+def _judge_when_deaf() -> None:
+    patch(Deafness, "look", lambda _: lambda *_, **__: "judges")
+
+
 def _release_brakes() -> None:
     patch(brakes, "limit_on", lambda _: lambda *decision: None)
 
@@ -99,4 +104,5 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "release_brakes": Mutant("every decision passes the brakes", _release_brakes),
     "act_while_observing": Mutant("mode observe has no effect", _act_while_observing),
     "never_grow": Mutant("a task that has workers never gets more", _never_grow),
+    "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }

@@ -42,6 +42,7 @@ SEVERITY: dict[str, Severity] = {
     "connection_broken": Severity.SEV3,
     "collective_timeout": Severity.SEV3,
     "store_error": Severity.SEV3,
+    "head_deaf": Severity.SEV3,
 }
 
 #: The response to each severity, as plans and incident tables name it.
@@ -52,11 +53,13 @@ RESPONSE: dict[Severity, str] = {
 }
 
 
-#: Impossible severities: a process that has ended is not reattempted in place, nor restarted on a lost node.
+#: Impossible severities: a process that has ended is not reattempted in place, nor restarted on a lost node; and where
+#: the head hears nobody, nothing has failed that could be replaced.
 IMPOSSIBLE: dict[str, tuple[Severity, ...]] = {
     "node_lost": (Severity.SEV2, Severity.SEV3),
     "process_exit": (Severity.SEV3,),
     "start_failed": (Severity.SEV3,),
+    "head_deaf": (Severity.SEV1, Severity.SEV2),
 }
 
 
@@ -65,6 +68,8 @@ def kind_of(event: v.AnyEvent) -> str:
     match event:
         case v.NodeLost():
             return "node_lost"
+        case v.SilenceHeld():
+            return "head_deaf"
         case v.ErrorReported():
             return event.kind
         case v.AcceleratorReported():

@@ -40,7 +40,7 @@ def _mark_injected(state: ClusterState, name: str, fault: v.Fault) -> ClusterSta
         task, worker = pair
         return with_task(state, with_worker(task, replace(worker, ordered_fault=fault.kind)))
     if node is not None and not fault.worker and fault.kind in _LOSES:
-        return with_node(state, replace(node, health=replace(node.health, loss_ordered=True)))
+        return with_node(state, replace(node, health=replace(node.health, is_loss_excused=True)))
     return state
 
 

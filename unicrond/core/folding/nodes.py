@@ -6,7 +6,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.faults import local_faults
-from unicrond.core.folding import commands, holds, incidents, injections, links
+from unicrond.core.folding import commands, holds, incidents, injections, links, silence
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -16,9 +16,8 @@ from unicrond.core.rules.requests import agent_mismatch
 from unicrond.core.state.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture
-from unicrond.core.state.ordered_map import put_all, without
+from unicrond.core.state.ordered_map import without
 from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, TaskStatus
-from unicrond.core.state.worker_lifecycle import status_after
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
 from unicrond.events.wire.schemas import spoken_schema
@@ -78,9 +77,9 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
 
 
 def _count_return(state: ClusterState, node: Node) -> Node:
-    """Note that the node has returned from a loss, unless the loss was injected."""
-    if node.health.loss_ordered:  # the loss was an injected fault
-        return replace(node, health=replace(node.health, loss_ordered=False))
+    """Note that the node has returned from a loss, unless the loss says nothing of it."""
+    if node.health.is_loss_excused:
+        return replace(node, health=replace(node.health, is_loss_excused=False))
     returns_us = (*node.health.returns_us, state.now_us)[-RETURNS_MAX:]
     return replace(node, health=replace(node.health, returns_us=returns_us))
 
@@ -107,7 +106,9 @@ def _reconcile_workers(
             state = with_task(state, without_workers(task, expected))
         if len(dead) > len(expected):
             missing[task.name] = [name for name in dead if name not in expected]
-    if missing:
+    if missing and not alive and state.silence is not None:
+        state = silence.lose_in_silence(state, missing)
+    elif missing:
         if not alive:  # the node was down and up again before its silence could show it
             state = with_node(state, _count_return(state, state.nodes[event.node]))
         state = incidents.lose_workers_of(
@@ -118,8 +119,8 @@ def _reconcile_workers(
             message=f"agent of {event.node} came back without {sum(map(len, missing.values()))} of its workers",
             occurred_us=envelope.observed_at_us,
         )
-        for name, workers in missing.items():
-            state = with_task(state, without_workers(state.tasks[name], workers))
+    for name, workers in missing.items():
+        state = with_task(state, without_workers(state.tasks[name], workers))
     for running in event.workers:
         owner = state.tasks.get(running.task)
         if owner and running.worker not in owner.workers:
@@ -162,29 +163,18 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     state = injections.forget_injections(state, event.node)
     state = with_node(state, replace(node, status=NodeStatus.LOST, reason=event.reason))
     state = isolation.check_lost(state, event.node, "the node was lost")
-    before = state.by_node
-    lost_workers = {
-        task.name: [name for name in before.of_task(event.node, task.name) if task.workers[name].alive]
-        for task in state.tasks.values()
-    }
-    lost_workers = {task: workers for task, workers in lost_workers.items() if workers}
+    if state.silence is not None:
+        return silence.node_lost_in_silence(state, event.node)
     if not node.may_go:
         state = incidents.lose_workers_of(
             state,
             event.node,
-            lost_workers,
+            silence.live_workers(state, event.node),
             kind="node_lost",
             message=event.reason,
             occurred_us=event.evidence.beat_at_us or envelope.observed_at_us,
         )
-    for task in state.tasks.values():
-        on_node = {
-            w.worker: replace(w, status=status_after(w.status, v.NodeLost))
-            for w in (task.workers[name] for name in before.of_task(event.node, task.name))
-        }
-        if on_node:
-            state = with_task(state, replace(task, workers=put_all(task.workers, on_node)))
-    return state
+    return silence.lose_workers(state, event.node, v.NodeLost)
 
 
 def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> ClusterState:

@@ -13,6 +13,7 @@ Rules
   anything else comes, it is this process that is behind (`bus_works`, which is shown to people).
 * When most of three or more nodes fall silent together, the network is the likelier culprit: they are
   given three times as long.
+* When nobody of two or more nodes is heard, the head is the likeliest culprit: nobody is judged (deafness.py).
 * A lost node whose beats are heard again has returned.
 * A node that is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
   within one window are one decision: a plan waits for them (`gathers`). Survivors do not wait for the plan.
@@ -33,7 +34,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from unicrond.core.state.state import Node, NodeStatus
+from unicrond.core.nodes.deafness import Deafness, Hearing
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import Node, NodeStatus, Silence
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import Evidence
 from unicrond.events.wire.codec import COORDINATOR
@@ -121,8 +124,10 @@ class Pauses:
 class Liveness:
     """Private mutable state of one coordinator; nothing of it is replayed, its verdicts are."""
 
-    def __init__(self, heartbeat_us: int, now_us: int) -> None:
+    def __init__(self, heartbeat_us: int, now_us: int, *, silence_us: int = int(Policy().silence_s * 1e6)) -> None:
+        """Begin to listen. `silence_us`: how long the silence of all nodes is held (deafness.py)."""
         self.heartbeat_us = heartbeat_us
+        self._deafness = Deafness(MOST_SILENT_FACTOR * self.limit_us, silence_us)
         self.beats: dict[str, Beat] = {}
         #: Whether the bus returns our beats, as far as we read it.
         self.bus_works = True
@@ -154,6 +159,12 @@ class Liveness:
     def limit_us(self) -> int:
         """The time for which a node may be silent."""
         return 2 * self.heartbeat_us + GRACE_US
+
+    @property
+    def late_us(self) -> int:
+        """Return the time after which a node without a beat is late. When the first of those that fall silent together
+        is at its limit, the others are late at least."""
+        return self.heartbeat_us * 5 // 4
 
     def on_beat(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
         """Take a beat that came through the heartbeat stream."""
@@ -211,9 +222,9 @@ class Liveness:
         self._reconnected_us = now_us + RECONNECT_US
         self._own_heard_us = now_us
 
-    def verdicts(self, nodes: Mapping[str, Node], now_us: int) -> list[v.AnyEvent]:
-        """Return the NodeLost and NodeReturned that the beats call for. `nodes` never changes: other nodes are another
-        object."""
+    def verdicts(self, nodes: Mapping[str, Node], now_us: int, silence: Silence | None = None) -> list[v.AnyEvent]:
+        """Return the NodeLost and NodeReturned that the beats call for, and what they say of a silence of all nodes.
+        `nodes` never changes: other nodes are another object. `silence`: the one that stands in the log."""
         if now_us - self._judged_us > 2 * self.heartbeat_us // JUDGEMENTS:
             self._pauses.add(now_us, now_us - self._judged_us)
         self._judged_us = now_us
@@ -223,25 +234,68 @@ class Liveness:
         if not self._judges:
             return []
         self._see(nodes)
-        limit_us = self.limit_us
-        silence = self._silence(limit_us, now_us)
-        if len(self._up) >= 3 and 2 * len(silence) > len(self._up):
-            limit_us *= MOST_SILENT_FACTOR
-        verdicts: list[v.AnyEvent] = [
+        late = self._silence(self.late_us, now_us)
+        silent = {name: silent_us for name, silent_us in late.items() if silent_us > self.limit_us}
+        most = len(self._up) >= 3 and 2 * len(silent) > len(self._up)
+        limit_us = self.limit_us * (MOST_SILENT_FACTOR if most else 1)
+        overdue = {name: silent_us for name, silent_us in silent.items() if silent_us > limit_us}
+        returned: list[v.AnyEvent] = [
+            v.NodeReturned(node=name, evidence=self._evidence(name))
+            for name in self._lost_nodes
+            if self._beats_again(nodes[name], now_us)
+        ]
+        phase = self._deafness.look(
+            self._hearing(late, silent, overdue, silence),
+            now_us,
+            from_us=self._grace_from_us,
+            attended_us=lambda since_us: self.attended_us(since_us, now_us),
+            is_held=silence is not None,
+            is_lost=silence is not None and silence.are_lost,
+        )
+        if phase in ("judges", "loses"):
+            return [*self._losses(overdue, limit_us), *returned]
+        if phase == "holds":
+            longest_us = max(overdue.values())
+            return [v.SilenceHeld(nodes=len(overdue), reason=f"no heartbeat of any node for {longest_us / 1e6:.2f} s")]
+        if phase == "ends" and silence is not None:
+            away = f", {len(silent)} are still silent" if silent else ""
+            reason = f"{len(self._up) - len(silent)} of {len(self._up)} nodes are heard again{away}"
+            return [v.SilenceEnded(reason=reason), *returned]
+        return returned
+
+    def _losses(self, overdue: Mapping[str, int], limit_us: int) -> list[v.AnyEvent]:
+        """Return the NodeLost of nodes that are silent for too long."""
+        return [
             v.NodeLost(
                 node=name,
                 evidence=self._evidence(name),
                 reason=f"no heartbeat for {silent_us / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)",
             )
-            for name, silent_us in silence.items()
-            if silent_us > limit_us
+            for name, silent_us in overdue.items()
         ]
-        verdicts += [
-            v.NodeReturned(node=name, evidence=self._evidence(name))
-            for name in self._lost_nodes
-            if self._beats_again(nodes[name], now_us)
-        ]
-        return verdicts
+
+    def _hearing(
+        self,
+        late: Mapping[str, int],
+        silent: Mapping[str, int],
+        overdue: Mapping[str, int],
+        silence: Silence | None,
+    ) -> Hearing:
+        """Return what deafness.py asks of this moment."""
+
+        def back(since_us: int) -> int:
+            """Count the nodes that were heard after that time, and still are."""
+            return sum(self._signs_us.get(name, 0) > since_us and name not in silent for name in self._up)
+
+        absent = self._lost_nodes if silence is not None and silence.are_lost else []
+        return Hearing(
+            up=len(self._up),
+            late=len(late),
+            silent=len(silent),
+            overdue=len(overdue),
+            absent=len(absent),
+            back=back,
+        )
 
     def suspects(self, nodes: Mapping[str, Node], now_us: int) -> list[str]:
         """Return the nodes that are late, by more than half a heartbeat: a moment later it is clear whether they are

@@ -24,7 +24,12 @@ _SECOND_US = 1_000_000
 
 
 def deadlines(survey: Survey) -> dict[str, int]:
-    """Return id -> length in microseconds, from the moment the shell first sees the id."""
+    """Return id -> length in microseconds, from the moment the shell first sees the id; none while the head hears no
+    node: what is to happen in time it would not hear, and each begins anew when it does."""
+    return {} if survey.state.silence is not None else _standing(survey)
+
+
+def _standing(survey: Survey) -> dict[str, int]:
     state, policy = survey.state, survey.policy
     standing: dict[str, int] = {}
     for incident in state.incidents.values():

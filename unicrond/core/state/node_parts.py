@@ -86,13 +86,13 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
-    `loss_ordered`: somebody has ordered its loss; its next return is none of these. `repair_need`: what its hardware
-    needs, by its driver's word. `failure_forecast`: why its failure is expected (drains.py). `suspicion`: what it was
-    isolated for, kept when it returns (isolation.py).
+    `is_loss_excused`: its loss says nothing of it, being ordered or the head's own; its next return is none of these.
+    `repair_need`: what its hardware needs, by its driver's word. `failure_forecast`: why its failure is expected
+    (drains.py). `suspicion`: what it was isolated for, kept when it returns (isolation.py).
     """
 
     returns_us: tuple[int, ...] = always(())
-    loss_ordered: bool = False
+    is_loss_excused: bool = False
     repair_need: RepairNeed = ""
     failure_forecast: str = ""
     suspicion: Suspicion | None = None

@@ -50,8 +50,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `forget_s`: how long after a node has left in order it is forgotten; 0: never (node_removal.py).
     `quotas`: owner -> workers whose floors go before those of tasks over quota (quotas.py).
     `starvation_s`: how long a task may wait without workers before its `min_workers` go first (starvation.py); 0 =
-    without end. `isolations_per_hour`, `isolated_share` (of the nodes, at once), `evictions_per_hour` (of a task):
-    how much is taken out without a person; `mode`: "observe" takes out and moves nothing (nodes/brakes.py).
+    without end. `silence_s`: how long the silence of all nodes is held to be the head's own trouble before they are
+    lost (deafness.py). `isolations_per_hour`, `isolated_share` (of the nodes, at once), `evictions_per_hour` (of a
+    task): how much is taken out without a person; `mode`: "observe" takes out and moves nothing (nodes/brakes.py).
     `part_bytes`: a membership whose seats take more is split into parts (events/vocabulary/placements.py).
     """
 
@@ -70,6 +71,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     churn_s: SecondsOrNone = 0.0
     forget_s: SecondsOrNone = 7.0 * 86400
     starvation_s: SecondsOrNone = 0.0
+    silence_s: Seconds = 600.0
     quotas: Mapping[OwnerName, Workers] = {}
     isolations_per_hour: HourLimit = Brakes().isolations_per_hour
     isolated_share: Share = Brakes().isolated_share
@@ -120,6 +122,7 @@ _USUAL = {
     "part_bytes": PART_BYTES,
     "forget_s": Policy().forget_s,
     "starvation_s": 0.0,
+    "silence_s": 600.0,
     **msgspec.structs.asdict(Brakes()),
     "observes": False,
 }

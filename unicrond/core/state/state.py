@@ -295,6 +295,13 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The tasks that were hit."""
         return tuple(self.generations)
 
+    @property
+    def location(self) -> str:
+        """Say where it happened: on a worker, on a node, or between the head and all of them."""
+        if self.worker:
+            return f"worker {self.worker} on {self.node}"
+        return f"node {self.node}" if self.node else "the head"
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Each task's share (see unicrond.events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster.
@@ -357,6 +364,16 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     near: bool = False
 
 
+class Silence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The head hears none of its nodes (nodes/deafness.py). `incident`: that of the silence. `are_lost`: they were lost
+    after all, and none has come back yet."""
+
+    since_us: int
+    nodes: int
+    incident: str
+    are_lost: bool = False
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
 
@@ -369,6 +386,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
     without end. `links`: those that are bad, or were of late (faults/links.py). `brakes`: of the present coordinator;
     `holds`: decisions that are not carried out, by `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py).
+    `silence`: the one that stands (nodes/deafness.py).
     `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`.
     """
 
@@ -402,6 +420,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     brakes: Brakes = Brakes()
     holds: dict[str, StandingHold] = {}
     isolations_us: tuple[int, ...] = ()
+    silence: Silence | None = None
     mode: Mode = "heal"
     configured_mode: Mode = "heal"
     by_node_cache: ByNode | None = None

@@ -123,7 +123,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "memory",
     "agent.schema",
     "agent.unreadable_commands",
-    "health.loss_ordered",
+    "health.is_loss_excused",
     "isolation.probation",
     "health.repair_need",
     "users",

@@ -48,6 +48,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from msgspec.structs import replace
 
 from unicrond.core.nodes import node_removal as forgetting
@@ -119,7 +120,6 @@ _STATE_PATHS = (
 #: The grant of the request that is being handled.
 _caller: ContextVar[Grant] = ContextVar("who", default=FULL_GRANT)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Middleware = Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]
 
 
 class Api:
@@ -154,7 +154,7 @@ class Api:
             coordinator.views,
         )
 
-    def application(self, *outer: _Middleware) -> web.Application:
+    def application(self, *outer: Middleware) -> web.Application:
         """Return the aiohttp application with all routes. `outer`: middlewares that go before its own."""
         app = web.Application(middlewares=[*outer, self._guard], client_max_size=256 * 1024)
         app.add_routes(

@@ -7,6 +7,7 @@ Rules
 * Alarms follow from the log and the time alone, so that a restart brings none back that is over. The state does not
   hold them: nothing is decided from them.
 * An alarm lasts until STANDS_US after its producer's last such message.
+* A head that hears none of its nodes says so for as long as that silence stands in the state.
 * A checkpoint that could not be written is an alarm until a later one is written, or the task has ended; this one is in
   the state.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from unicrond.core.nodes.liveness import OWN_NAME
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
+from unicrond.events.vocabulary.phrases import count, to_the_second
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
@@ -87,6 +89,18 @@ def unsaved_lines(state: ClusterState) -> list[str]:
         f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}"
         for task in state.active
         for saver, reason in sorted(task.progress.save_failures.items())
+    ]
+
+
+def silence_lines(state: ClusterState) -> list[str]:
+    """Return the line of a head that hears none of its nodes."""
+    if state.silence is None:
+        return []
+    since, nodes = to_the_second(state.silence.since_us), count(state.silence.nodes, "node")
+    lost = "; they are lost by now" if state.silence.are_lost else ""
+    return [
+        f"the head hears none of {nodes} since {since}: is the NATS server, the DNS name or the password wrong?"
+        f" nothing is decided about them{lost}"
     ]
 
 

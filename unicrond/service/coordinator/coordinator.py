@@ -40,6 +40,7 @@ from unicrond.events.log.event_log import BeatLog, EventLog, Fence, Fenced, LogE
 from unicrond.events.vocabulary import AnyEvent, CheckNode, CoordinatorStarted, DeadlineExpired, StepCommitted
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered, since, told_version
+from unicrond.service.coordinator.alarms import silence_lines
 from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
 from unicrond.service.coordinator.code_identity import code_version
 from unicrond.service.coordinator.event_log_health import outbox_backlog_lines
@@ -75,7 +76,8 @@ class Coordinator(Follower):
         """Take the parts of a coordinator. `repair`: how nodes are repaired, where not by the settings' command."""
         self.around = around = Surroundings() if around is None else around
         super().__init__(event_log, clock, snapshots, settings.skip, around.views)
-        self._watch = NodeWatch(beat_log, settings.heartbeat_s, clock, self._tell_quarantined)
+        silence_s = settings.policy.silence_s
+        self._watch = NodeWatch(beat_log, settings.heartbeat_s, clock, self._tell_quarantined, silence_s=silence_s)
         self.liveness = self._watch.liveness
         self.live = around.live
         self._requests = around.requests or event_log
@@ -218,7 +220,7 @@ class Coordinator(Follower):
     def standing_alarms(self) -> list[str]:
         """Return what a person has to look at now, a line each."""
         outbox_backlog = outbox_backlog_lines(self.outbox_backlog())
-        return super().standing_alarms() + outbox_backlog + self.around.alarms()
+        return super().standing_alarms() + silence_lines(self.state) + outbox_backlog + self.around.alarms()
 
     def outbox_backlog(self) -> dict[str, OutboxBacklog]:
         """Return for each node that is heard what it cannot append."""
@@ -382,7 +384,7 @@ class Coordinator(Follower):
         await self.live.wait()
         while True:
             await self._watch.pause()
-            verdicts = self._watch.verdicts(self.state.nodes)
+            verdicts = self._watch.verdicts(self.state)
             if self.state.seq < self._hold_seq:
                 continue
             if self._gathering and not self._watch.gathers(self.state.nodes) and self._inbox.empty():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
 from unicrond.core.nodes.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness, VerdictLimiter
-from unicrond.core.state.state import Node
+from unicrond.core.state.state import ClusterState, Node
 from unicrond.events.log.event_log import BeatLog
 from unicrond.events.vocabulary import AnyEvent, Heartbeat, NodeJoined, NodeLost
 from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
@@ -26,10 +26,13 @@ class NodeWatch:
         heartbeat_s: float,
         clock: Clock,
         on_quarantined: Callable[[QuarantinedMessage], object] = lambda _: None,
+        *,
+        silence_s: float,
     ) -> None:
-        """Take the log of the beats. `on_quarantined`: called with messages among the beats that are not valid ones."""
+        """Take the log of the beats. `on_quarantined`: called with messages among the beats that are not valid ones.
+        `silence_s`: how long the silence of all nodes is held."""
         self._on_quarantined = on_quarantined
-        self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
+        self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us(), silence_us=int(silence_s * 1e6))
         self._beat_log = beat_log
         self._heartbeat_s = heartbeat_s
         self._clock = clock
@@ -75,9 +78,9 @@ class NodeWatch:
         """Wait until it is time to judge again."""
         await asyncio.sleep(self._heartbeat_s / JUDGEMENTS)
 
-    def verdicts(self, nodes: Mapping[str, Node]) -> list[AnyEvent]:
+    def verdicts(self, state: ClusterState) -> list[AnyEvent]:
         """Return what the beats call for now. To be called at each judgement, else that counts as a pause of ours."""
-        return self.liveness.verdicts(nodes, self._clock.monotonic_us())
+        return self.liveness.verdicts(state.nodes, self._clock.monotonic_us(), state.silence)
 
     def news(self, verdicts: list[AnyEvent]) -> list[AnyEvent]:
         """Return those of the verdicts that are to be appended."""
