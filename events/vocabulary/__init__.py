@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 # isort: off
 # fmt: off
+from unicrond.events.vocabulary.alarms import AlarmAcknowledged, AlarmAssigned, AlarmEnded, AlarmSilenced
 from unicrond.events.vocabulary.base import (
     BroadcastDecision, Command, Decision, Event, Observation, PlacedObservation, Request, Value, WorkerObservation,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "SERIAL_MAX",
     "WORKERS_MAX",
     "AcceleratorReported",
+    "AlarmAcknowledged", "AlarmAssigned", "AlarmEnded", "AlarmSilenced",
     "AnyCommand",
     "AnyDecision",
     "AnyEvent",
@@ -243,7 +245,8 @@ __all__ = [
 
 AnyRequest: TypeAlias = (
     TaskSubmitted | TaskUpdated | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested
-    | NodeEnrolled | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested | ModeRequested
+    | NodeEnrolled | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
+    | AlarmAcknowledged | AlarmSilenced | AlarmAssigned | ModeRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (
     NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerJoinedGroup
@@ -259,7 +262,7 @@ AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
     | SilenceHeld | SilenceEnded
     | DecisionHeld | HoldLifted
-    | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
+    | RepairEnded | AlarmEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
     | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated

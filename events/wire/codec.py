@@ -22,26 +22,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from unicrond.events.vocabulary import (
-    WORKERS_MAX,
-    AnyCommand,
-    AnyEvent,
-    Command,
-    CoordinatorStarted,
-    Heartbeat,
-    MembershipDecided,
-    MembershipPart,
-    NodeRun,
-    PlanAdopted,
-    SeatRun,
-    StacksTaken,
-    StartWorker,
-    StartWorkers,
-    TaskSpec,
-    TaskSubmitted,
-    WorkerExited,
-    workers_in,
-)
+from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.phrases import task_of
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of
@@ -137,7 +118,7 @@ def check(envelope: Envelope) -> None:
 
 
 @functools.cache
-def _rules(kind: type[AnyEvent]) -> tuple[_Rule, ...]:
+def _rules(kind: type[v.AnyEvent]) -> tuple[_Rule, ...]:
     """Return the rules for events of this type and their envelopes."""
     producer_rule = _check_decision if kind.is_decided else _check_request if kind.is_request else _check_observation
     return (producer_rule, *(rule for kinds, rule in _RULES if issubclass(kind, kinds)))
@@ -150,12 +131,12 @@ def _check_decision(envelope: Envelope, _event: Any) -> None:
         raise BadEvent(f"$.producer: only {COORDINATOR!r} decides, got {envelope.producer!r}")
 
 
-def _check_term(envelope: Envelope, event: CoordinatorStarted) -> None:
+def _check_term(envelope: Envelope, event: v.CoordinatorStarted) -> None:
     if event.term != envelope.term:
         raise BadEvent(f"$.event.term: {event.term} differs from the envelope's term {envelope.term}")
 
 
-def _check_command(envelope: Envelope, event: AnyCommand) -> None:
+def _check_command(envelope: Envelope, event: v.AnyCommand) -> None:
     start = f"{envelope.term}.{event.epoch}.{event.node}."
     number = event.command_id.removeprefix(start)
     if number == event.command_id or not (number.isascii() and number.isdigit()):
@@ -172,7 +153,7 @@ def _check_observation(envelope: Envelope, event: Any) -> None:
     _require_no_term(envelope)
     if event.node != envelope.producer:
         raise BadEvent(f"$.event.node: {event.node!r} differs from the producer {envelope.producer!r}")
-    if event.node in RESERVED_NAMES and not (isinstance(event, Heartbeat) and event.node == COORDINATOR):
+    if event.node in RESERVED_NAMES and not (isinstance(event, v.Heartbeat) and event.node == COORDINATOR):
         raise BadEvent(f"$.event.node: {event.node!r} is not a node's name; give the node another name")
 
 
@@ -181,12 +162,12 @@ def _require_no_term(envelope: Envelope) -> None:
         raise BadEvent(f"$.term: an observation has term 0, got {envelope.term}")
 
 
-def _check_exit(_: Envelope, event: WorkerExited) -> None:
+def _check_exit(_: Envelope, event: v.WorkerExited) -> None:
     if (event.exit_code is None) == (event.signal is None):
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
 
 
-def _check_stacks(_: Envelope, event: StacksTaken) -> None:
+def _check_stacks(_: Envelope, event: v.StacksTaken) -> None:
     for number, worker in enumerate(event.workers):
         if task_of(worker.worker) != event.task:
             raise BadEvent(f"$.event.workers[{number}].worker: {worker.worker} is no worker of {event.task}")
@@ -194,25 +175,25 @@ def _check_stacks(_: Envelope, event: StacksTaken) -> None:
             raise BadEvent(f"$.event.workers[{number}].stack: {worker.stack} of {len(event.stacks)} stacks")
 
 
-def _check_workers(_: Envelope, event: PlanAdopted | MembershipDecided | MembershipPart) -> None:
-    if workers_in(_runs(event)) > WORKERS_MAX:  # a few bytes stand for many
-        raise BadEvent(f"$.event: more than {WORKERS_MAX} workers")
+def _check_workers(_: Envelope, event: v.PlanAdopted | v.MembershipDecided | v.MembershipPart) -> None:
+    if v.workers_in(_runs(event)) > v.WORKERS_MAX:  # a few bytes stand for many
+        raise BadEvent(f"$.event: more than {v.WORKERS_MAX} workers")
 
 
-def _check_spec(_: Envelope, event: TaskSubmitted | StartWorker | StartWorkers) -> None:
+def _check_spec(_: Envelope, event: v.TaskSubmitted | v.StartWorker | v.StartWorkers) -> None:
     _check_finite(event.spec)
 
 
-def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[SeatRun | NodeRun]:
+def _runs(event: v.PlanAdopted | v.MembershipDecided | v.MembershipPart) -> Sequence[v.SeatRun | v.NodeRun]:
     """Return the runs of workers that the event names."""
     match event:
-        case PlanAdopted(assignments=assignments):
+        case v.PlanAdopted(assignments=assignments):
             return [node_run for assignment in assignments for node_run in assignment.nodes]
-        case MembershipDecided(seats=seats) | MembershipPart(seats=seats):
+        case v.MembershipDecided(seats=seats) | v.MembershipPart(seats=seats):
             return seats
 
 
-def _check_finite(spec: TaskSpec) -> None:
+def _check_finite(spec: v.TaskSpec) -> None:
     """Raise BadEvent where a setting is NaN or infinite. (A loss may be NaN: that is an observation.)"""
     for path, part in (("", spec), ("model.", spec.model), ("optimizer.", spec.optimizer)):
         for field in part.__struct_fields__:
@@ -223,12 +204,12 @@ def _check_finite(spec: TaskSpec) -> None:
 
 #: Types of events, and what else is to be obeyed.
 _RULES: tuple[tuple[tuple[type, ...], _Rule], ...] = (
-    ((CoordinatorStarted,), _check_term),
-    ((Command,), _check_command),
-    ((WorkerExited,), _check_exit),
-    ((StacksTaken,), _check_stacks),
-    ((PlanAdopted, MembershipDecided, MembershipPart), _check_workers),
-    ((TaskSubmitted, StartWorker, StartWorkers), _check_spec),
+    ((v.CoordinatorStarted,), _check_term),
+    ((v.Command,), _check_command),
+    ((v.WorkerExited,), _check_exit),
+    ((v.StacksTaken,), _check_stacks),
+    ((v.PlanAdopted, v.MembershipDecided, v.MembershipPart), _check_workers),
+    ((v.TaskSubmitted, v.StartWorker, v.StartWorkers), _check_spec),
 )
 
 

@@ -48,7 +48,7 @@ from unicrond.views.goodput_report import open_report, reading, report
 from unicrond.views.view import View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
-OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.SilenceHeld, v.SilenceEnded, v.RepairEnded)
+OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.SilenceHeld, v.SilenceEnded, v.RepairEnded, v.AlarmEnded)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {"method": "fresh", "duration_us": 0, "rows_reused": 0}
 
@@ -251,7 +251,7 @@ class Verifier(View):
     def _verify_observed(
         self,
         entry: RecordedEvent,
-        event: v.DeadlineExpired | Verdict | v.RepairEnded,
+        event: v.DeadlineExpired | Verdict | v.RepairEnded | v.AlarmEnded,
         open_deadlines: set[str],
     ) -> None:
         based_on = entry.envelope.based_on
@@ -265,6 +265,8 @@ class Verifier(View):
                 )
             self.findings.deadlines += 1
             return
+        if isinstance(event, v.AlarmEnded):
+            return  # which alarms stand is the head's to see, and nothing is decided by them
         if isinstance(event, v.RepairEnded):
             self.findings.unverifiable.append(f"entry {entry.seq}, {event.sentence()}: by an operator's command")
             return

@@ -84,7 +84,7 @@ def _value(info: inspect.Type, name: str) -> Any:
             return 0.25
         case inspect.StrType():
             if info.pattern is not None:
-                return "gpt.3" if r"\." in info.pattern else "node-1"
+                return "gpt.3" if r"\." in info.pattern else "node-one" if "[a-z-]" in info.pattern else "node-1"
             return f"a {name or 'text'}"
         case inspect.LiteralType():
             return info.values[0]

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import nats
@@ -18,6 +19,7 @@ from unicrond.events.log.subjects import subject
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope
+from unicrond.service.api.connections import connections_max
 
 
 def nats_pid(directory: Path) -> int | None:
@@ -38,6 +40,19 @@ async def test_daemon_serves_without_torch_and_ends_cleanly(tmp_path: Path) -> N
     assert process.returncode == 0
     left = nats_pid(tmp_path)
     assert left is None or not psutil.pid_exists(left)
+
+
+async def test_api_answers_beside_a_thousand_half_requests(tmp_path: Path) -> None:
+    connections_max()  # this process holds as many
+    async with daemon(config(tmp_path)) as (process, url), AsyncExitStack() as stack:
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(1_100):
+            _, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            writer.write(b"POST /v1/tasks HTTP/1.1\r\nHost: ")
+        assert (await asyncio.to_thread(get, f"{url}/healthz"))["status"] == "live"
+        assert process.returncode is None
+        assert psutil.Process(process.pid).num_fds() < 1_200
 
 
 async def test_sigterm_leaves_nats_to_next_coordinator(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ async def alarm(url: str, text: str) -> str:
     async with asyncio.timeout(20):
         while True:
             health = await asyncio.to_thread(get, f"{url}/healthz")
-            for line in health["alarms"]:  # type: ignore[attr-defined]
+            for line in (row["text"] for row in health["alarms"]):  # type: ignore[attr-defined]
                 if text in line:
                     return str(line)
             await asyncio.sleep(0.05)

@@ -254,6 +254,12 @@ def _by_people(scene: _Scene) -> None:
     cluster.append(v.NodeEnrolled(node="n4", key="U" + "A" * 55, expires_us=0), "api", term)
     cluster.append(v.NodeRevoked(node="n4", reason="by hand"), "api", term)
     cluster.run()
+    alarm = "volume-full:state"
+    cluster.append(v.AlarmAcknowledged(alarm=alarm, reason="by hand", requester="anna"), "api", term)
+    until_us = cluster.now_us + 3600 * SECOND_US
+    cluster.append(v.AlarmSilenced(alarm=alarm, until_us=until_us, reason="by hand"), "api", term)
+    cluster.append(v.AlarmAssigned(alarm=alarm, person="bob", reason="by hand"), "api", term)
+    cluster.append(v.AlarmEnded(alarm="node-lost:n3"), "coordinator", term)
     asked = v.ReshapeRequested(task="big", tp=1, pp=1, min_workers=1, max_workers=2, reason="by hand")
     cluster.append(asked, "api", term)
     cluster.run()

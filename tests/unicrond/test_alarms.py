@@ -20,7 +20,7 @@ from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
-from unicrond.service.coordinator.alarms import STANDS_US, Alarms, unsaved_lines, written_by
+from unicrond.service.coordinator.alarms import STANDS_US, Alarms, unsaved_alarms, written_by
 
 NOW_US = 1_700_000_000_000_000
 
@@ -66,7 +66,7 @@ def test_failed_save_raises_alarm_until_later_save() -> None:
     cluster = healed_cluster()
 
     def told() -> list[str]:
-        return unsaved_lines(cluster.state)
+        return unsaved_alarms(cluster.state)
 
     task = next(iter(cluster.state.active))
     worker = task.workers[next(iter(task.member_names))]
@@ -116,7 +116,8 @@ async def test_alarm_shows_in_health_page_and_status(tmp_path: Path, caplog: pyt
         async with http.get("/healthz") as response:
             told = await response.json()
         assert told["status"] == "live"
-        assert len(told["alarms"]) == 1 and told["alarms"][0].startswith("node n1: ")
+        assert len(told["alarms"]) == 1 and told["alarms"][0]["text"].startswith("node n1: ")
+        assert told["alarms"][0]["alarm"] == "message-unreadable:n1"
         async with http.get("/metrics") as response:
             assert 'unicron_quarantined_known_total{producer="n1"} 1.0' in await response.text()
         process = await asyncio.create_subprocess_exec(

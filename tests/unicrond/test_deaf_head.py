@@ -15,7 +15,7 @@ from tests.unicrond.test_liveness import BEAT_US, NAMES, Bus, node
 from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, Liveness
 from unicrond.core.state.state import NodeStatus, Silence
 from unicrond.events import vocabulary as v
-from unicrond.service.coordinator.alarms import silence_lines
+from unicrond.service.coordinator.alarms import silence_alarms
 
 HOLD_S = 60.0
 
@@ -196,13 +196,13 @@ def test_held_silence_is_one_incident_and_decides_nothing(seed: int) -> None:
     held(cluster)
     (incident,) = cluster.state.incidents.values()
     assert incident.kind == "head_deaf" and incident.tasks == () and not incident.node
-    assert "hears none of" in incident.message and len(silence_lines(cluster.state)) == 1
+    assert "hears none of" in incident.message and len(silence_alarms(cluster.state)) == 1
     cluster.kill_worker(*next((host, name) for host in cluster.hosts.values() for name in host.processes))
     cluster.submit("late")
     assert cluster.standing() == {}, "no time limit of a node runs"
     assert not cluster.decide(), "nobody would hear it"
     ended(cluster)
-    assert silence_lines(cluster.state) == []
+    assert silence_alarms(cluster.state) == []
     cluster.run()
     cluster.assert_whole()
     assert not cluster.state.incidents and plan.epoch < cluster.state.plan.epoch, "the new task got its plan"

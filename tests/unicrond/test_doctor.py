@@ -76,7 +76,11 @@ def test_doctor_finds_clock_skew(state: ClusterState) -> None:
 
 
 def test_doctor_finds_problems_of_head(state: ClusterState) -> None:
-    health = {"status": "log takes nothing", "trouble": "disk full", "alarms": ["the shared login"]}
+    health = {
+        "status": "log takes nothing",
+        "trouble": "disk full",
+        "alarms": [{"alarm": "logins-shared", "text": "the shared login"}],
+    }
     kept = {"n3": {"entries": 4.0, "oldest_s": 12.0}}
     found = findings(state, {**health, "outbox_backlog": kept}, [])
     assert [one.about for one in found] == ["coordinator", "coordinator", "n3"]

@@ -22,7 +22,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, outbox_backlog_lines
+from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, outbox_backlog_alarms
 from unicrond.service.coordinator.surroundings import HeadSettings
 
 
@@ -262,9 +262,9 @@ def test_outbox_backlog_counts_as_trouble_if_log_stalls() -> None:
     assert keeper.trouble == said
     nodes.quiet_s = 0.1
     assert keeper.trouble == "", "others append: it is these nodes' own trouble"
-    assert outbox_backlog_lines(nodes.kept)[0].startswith("node n1 holds back 5 observations, the oldest for 7 s")
+    assert outbox_backlog_alarms(nodes.kept)[0].startswith("node n1 holds back 5 observations, the oldest for 7 s")
     nodes.kept = {}
-    assert outbox_backlog_lines(nodes.kept) == []
+    assert outbox_backlog_alarms(nodes.kept) == []
 
 
 async def test_refusing_stream_raises_alarm_without_restart(tmp_path: Path) -> None:

@@ -174,10 +174,10 @@ def test_notifier_skips_end_of_unsent_matter() -> None:
 
 
 def test_notifier_reports_start_and_end_of_trouble() -> None:
-    hands, lines = Hands(), ["disk: 3 MiB free"]
+    hands, lines = Hands(), [{"alarm": "volume-full:state", "text": "disk: 3 MiB free"}]
     one, condition = notifier(hands), CALM | {"alarms": lines}
     for line in ("disk: 3 MiB free", "disk: 2 MiB free"):
-        lines[:] = [line]
+        lines[:] = [{"alarm": "volume-full:state", "text": line}]
         one.look(condition)
         hands.now_us += 4_000_000
     one.look(condition)
@@ -191,7 +191,8 @@ def test_notifier_reports_start_and_end_of_trouble() -> None:
 
 def test_only_leading_head_notifies() -> None:
     hands, leads = Hands(), False
-    state, lines = ClusterState(term=3), ["disk: 3 MiB free"]
+    state = ClusterState(term=3)
+    lines = [{"alarm": "volume-full:state", "text": "disk: 3 MiB free"}]
     condition = {"status": "standby", "trouble": "", "alarms": lines}
     config = Notify(to=(Destination(kind="command", argv=("x",)),))
     one = Notifier(config, lambda: leads, hands, hands.take)  # type: ignore[arg-type]

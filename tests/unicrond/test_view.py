@@ -16,8 +16,9 @@ from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from unicrond.core.state.node_parts import Isolation
 from unicrond.core.state.state import ClusterState, TaskStatus
-from unicrond.ctl.client import Client, follow
+from unicrond.ctl.client import Client
 from unicrond.ctl.live_view import incident_table, render, watch
+from unicrond.ctl.streams import follow
 from unicrond.display.cluster_tables import incidents_table, milliseconds, nodes_table
 from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.display.tables import Table, plain

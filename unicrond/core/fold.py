@@ -170,6 +170,10 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.ReshapeRequested: tasks.reshape_requested,
     v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,
+    v.AlarmAcknowledged: injections.alarm_acknowledged,
+    v.AlarmSilenced: injections.alarm_silenced,
+    v.AlarmAssigned: injections.alarm_assigned,
+    v.AlarmEnded: injections.alarm_ended,
     v.IncidentEscalated: responses.incident_escalated,
     v.EntrySkipped: _ignore,  # read before the fold (events/log/skips.py)
     v.DeadlineExpired: deadlines.deadline_passed,

@@ -14,8 +14,7 @@ import json
 import socket
 import ssl
 import threading
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote, urlencode, urlsplit
@@ -205,6 +204,14 @@ class Client:
     def cancel_maintenance(self, window: str, reason: str) -> dict[str, Any]:
         """Cancel the window; return {"window", "seq"}."""
         return self._object("POST", f"/v1/maintenance/{quote(window, safe='')}/cancel", body={"reason": reason})
+
+    def alarms(self) -> list[dict[str, Any]]:
+        """Return the alarms that stand (display/alarms.py)."""
+        return list(self._object("GET", "/v1/alarms")["alarms"])
+
+    def handle_alarm(self, alarm: str, act: str, **order: Any) -> dict[str, Any]:
+        """Acknowledge, silence or assign an alarm; return {"alarm", "seq"} and what was ordered."""
+        return self._object("POST", f"/v1/alarms/{quote(alarm, safe='')}/{act}", body=order)
 
     def enroll(self, node: str, key: str, unused_h: float) -> dict[str, Any]:
         """Allow the node's agent to log in with this public key; return {"node", "seq"}."""
@@ -406,29 +413,6 @@ class Client:
         if not self._tls and isinstance(error, ConnectionResetError):
             check = f"if it speaks TLS, give https://; {check}"
         return Unreachable(f"no coordinator at {self.url} ({clean(cause)}); {check}")
-
-
-async def follow(client: Client, after: int = 0) -> AsyncIterator[EventLine]:
-    """Yield every event after sequence number `after`, then each as it comes, across restarts of the coordinator."""
-    import asyncio  # `unicronctl` alone pays for it where it waits for something
-
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[EventLine]()
-
-    def read() -> None:
-        last = after
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            while True:
-                with contextlib.suppress(ApiError):  # ask again, from after the last event that came well
-                    for event in client.events(last, follow=True):
-                        loop.call_soon_threadsafe(queue.put_nowait, event)
-                        last = event.seq
-                if loop.is_closed():
-                    return
-                time.sleep(RETRY_S)
-
-    threading.Thread(target=read, name="events", daemon=True).start()
-    while True:
-        yield await queue.get()
 
 
 def _query(parameters: dict[str, Any]) -> str:

@@ -18,13 +18,14 @@ from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
 from unicrond.ctl.history import story
-from unicrond.ctl.incidents import incidents
+from unicrond.ctl.incidents import alarms, handle_alarm, incidents
 from unicrond.ctl.lists import node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
 from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.waiting import wait
+from unicrond.display.alarms import alarm_line
 from unicrond.display.cluster_tables import (
     incidents_table,
     links_table,
@@ -69,7 +70,7 @@ def status(options: argparse.Namespace) -> None:
         "coordinator": f"{health['status']}, term {state.term}, sequence {state.seq}, at {client_of(options).url}",
         **_heads(health),
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
-        **{f"ALARM {number}": str(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
+        **{f"ALARM {number}": alarm_line(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
         **{f"weaker {number}": str(line) for number, line in enumerate(health.get("weaker") or (), start=1)},
         **({"mode": modes} if (modes := mode_text(state)) else {}),
         "plan": f"epoch {state.plan.epoch}, {workers} workers, "
@@ -378,6 +379,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "tasks": tasks,
     "workers": workers,
     "incidents": incidents,
+    "alarms": alarms,
+    **dict.fromkeys(("acknowledge", "silence", "assign"), handle_alarm),
     "describe": describe,
     "doctor": doctor,
     "plan": plan,

@@ -1,4 +1,5 @@
-"""`unicronctl incidents`: what went wrong, by cause and program signature (views/incident_groups.py)."""
+"""`unicronctl incidents`, `alarms`, `acknowledge`, `silence`, `assign`: what went wrong, by cause and program signature
+(views/incident_groups.py); what needs somebody, and who cares for it (core/state/alarms.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from unicrond.core.state.state import ClusterState, Severity
 from unicrond.ctl.client import Snapshot
-from unicrond.ctl.client_options import now_us, print_json, snapshot_of
+from unicrond.ctl.client_options import client_of, now_us, print_json, snapshot_of
 from unicrond.display.cluster_tables import incidents_table
 from unicrond.display.tables import Table, show
 from unicrond.events.vocabulary.phrases import to_the_second
@@ -27,6 +28,29 @@ def incidents(options: argparse.Namespace) -> None:
         show(incidents_table(snapshot.state, now_us(options, snapshot.state)))
     else:
         show(groups_table(groups))
+
+
+def alarms(options: argparse.Namespace) -> None:
+    """Show the alarms that stand, and who cares for them."""
+    rows = client_of(options).alarms()
+    if options.json:
+        print_json(rows)
+    else:
+        cells = tuple((row["alarm"], row.get("handling") or "-", row["text"]) for row in rows)
+        show(Table(("alarm", "handling", "what"), cells, frozenset(), "no alarm"))
+
+
+def handle_alarm(options: argparse.Namespace) -> None:
+    """Acknowledge, silence or assign an alarm."""
+    order = {name: getattr(options, name) for name in ("for_s", "person", "reason") if hasattr(options, name)}
+    answer = client_of(options).handle_alarm(options.alarm, options.command, **order)
+    if options.json:
+        print_json(answer)
+        return
+    outcomes = {"acknowledge": "is acknowledged", "silence": "is silenced", "assign": "is assigned"}
+    until = f" until {to_the_second(answer['until_us'])}" if "until_us" in answer else ""
+    person = f" to {answer['person']}" if "person" in answer else ""
+    print(f"alarm {answer['alarm']} {outcomes[options.command]}{until}{person}")
 
 
 def groups_of(state: ClusterState) -> list[IncidentGroup]:

@@ -19,6 +19,7 @@ from unicrond.core.state.state import Incident, TaskStatus, Window
 from unicrond.core.state.state_bytes import FlatNode, FlatTask
 from unicrond.core.state.workers import Worker
 from unicrond.ctl.client import Snapshot
+from unicrond.display.alarms import AlarmRow
 from unicrond.display.cluster_tables import ranks_of
 from unicrond.display.event_lines import EventLine
 from unicrond.events.vocabulary import Name
@@ -75,6 +76,7 @@ ROWS: dict[str, type[msgspec.Struct]] = {
     ),
     "workers": _with(Worker, "WorkerRow", ("task", Name), ("rank", int | None)),
     "incidents": _with(IncidentGroup, "IncidentGroupRow", ("incidents", list[_with(Incident, "IncidentRow")])),  # type: ignore[misc]
+    "alarms": AlarmRow,
     "events": EventLine,
     "doctor": FindingRow,
     "maintain": _with(Window, "WindowRow", ("window", str)),

@@ -1,10 +1,10 @@
-"""The commands of `unicronctl` that say which nodes may have workers, and when."""
+"""The commands of `unicronctl` that say which nodes may have workers, and when; and those about alarms."""
 
 from __future__ import annotations
 
 from unicrond.ctl.future_time import MOMENT_SYNTAX, moment, span_s
 from unicrond.ctl.parsing import NODES, REASON, add_to
-from unicrond.events.cli.command_line import Commands, node_name, number, option, switch
+from unicrond.events.cli.command_line import Commands, name, node_name, number, option, switch
 from unicrond.events.cli.exit_codes import TIMEOUT, exit_codes
 from unicrond.events.cli.shared_flags import shared
 
@@ -64,6 +64,43 @@ def add_node_control(commands: Commands) -> None:
         shared("--once"),
         switch("--ends", "give back to Slurm what only rests here, and needs no repair: the cluster ends"),
         switch("--no-holds", "do not drain in Slurm what is isolated here (that needs an operator of Slurm)"),
+    )
+
+
+def add_alarms(commands: Commands) -> None:
+    """Add the commands for alarms to the parser of `unicronctl`."""
+    alarm = option("alarm", "ALARM", "its name, as `unicronctl alarms` shows it")
+    add_to(
+        commands,
+        "alarms",
+        "list the alarms that stand: what needs somebody, and who cares for it",
+        ("alarms", "alarms --json"),
+    )
+    add_to(
+        commands,
+        "acknowledge",
+        "acknowledge an alarm: it notifies nobody again until it is over and comes back",
+        ("acknowledge volume-full:state --reason 'disk ordered'",),
+        alarm,
+        REASON,
+    )
+    add_to(
+        commands,
+        "silence",
+        "silence an alarm: it notifies nobody for a while",
+        ("silence outbox-backlog:node3 2h",),
+        alarm,
+        option("for_s", "SPAN", "for how long (30m, 4h), 30 days at most", type=span_s),
+        REASON,
+    )
+    add_to(
+        commands,
+        "assign",
+        "assign an alarm to a person",
+        ("assign node-isolated:node3 anna --reason 'on call'",),
+        alarm,
+        option("person", "PERSON", "who cares for it", type=name),
+        REASON,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from unicrond import VERSION
-from unicrond.ctl.node_parser import add_node_control
+from unicrond.ctl.node_parser import add_alarms, add_node_control
 from unicrond.ctl.parsing import AT, CHANGES, PROG, SINCE, TASK, UNTIL, add_to, common, live_names
 from unicrond.ctl.task_parser import add_tasks_control
 from unicrond.events.cli import command_line
@@ -30,7 +30,7 @@ GPUS_MAX = 131072
 COUNTS_MAX = 4096
 #: Of what `schema` has one (lists.py).
 SCHEMA_NAMES = (
-    *("nodes", "tasks", "workers", "incidents", "events", "doctor", "maintain"),
+    *("nodes", "tasks", "workers", "incidents", "alarms", "events", "doctor", "maintain"),
     *("cordon", "uncordon", "forget", "drain", "wait"),
 )
 #: What `wait` waits for (waiting.py): what a task is, or one of `training` and `ended`.
@@ -95,6 +95,7 @@ def parser() -> Parser:
     )
     add_tasks_control(commands)
     add_node_control(commands)
+    add_alarms(commands)
     _add_inject(commands)
     _add_reading(commands)
     _add_history(commands)

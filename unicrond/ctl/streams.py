@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from unicrond.core.faults.severity import kind_of, severity_of
 from unicrond.core.state.state import ClusterState
-from unicrond.ctl.client import RETRY_S, ApiError, ApiRefused, Client, Unreachable, follow
+from unicrond.ctl.client import RETRY_S, ApiError, ApiRefused, Client, Unreachable
 from unicrond.ctl.client_options import client_of, print_json
 from unicrond.ctl.past_state import end_of, last_of, seq_at
 from unicrond.display.event_lines import EventLine
@@ -20,6 +20,9 @@ from unicrond.events.wire.selection import Selection
 
 if TYPE_CHECKING:
     import argparse
+import contextlib
+import threading
+from collections.abc import AsyncIterator
 
 #: How long a follower bears a coordinator that is away, and how often it asks anew.
 AWAY_MAX_S = 60.0
@@ -27,6 +30,29 @@ LOG_POLL_S = 0.5
 #: The last events of what is described, and among how many entries they are looked for.
 EVENTS_SHOWN = 8
 EVENTS_LOOKED_AT = 20_000
+
+
+async def follow(client: Client, after: int = 0) -> AsyncIterator[EventLine]:
+    """Yield every event after sequence number `after`, then each as it comes, across restarts of the coordinator."""
+    import asyncio  # `unicronctl` alone pays for it where it waits for something
+
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[EventLine]()
+
+    def read() -> None:
+        last = after
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            while True:
+                with contextlib.suppress(ApiError):  # ask again, from after the last event that came well
+                    for event in client.events(last, follow=True):
+                        loop.call_soon_threadsafe(queue.put_nowait, event)
+                        last = event.seq
+                if loop.is_closed():
+                    return
+                time.sleep(RETRY_S)
+
+    threading.Thread(target=read, name="events", daemon=True).start()
+    while True:
+        yield await queue.get()
 
 
 def events(options: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unicrond.core.state.state import ClusterState, Node, NodeStatus
+from unicrond.display.alarms import alarm_line
 from unicrond.display.cluster_tables import node_status
 from unicrond.display.event_lines import EventLine
 from unicrond.events.queries.finding import Finding
@@ -45,7 +46,7 @@ def _check_head(answer: Mapping[str, Any]) -> Iterator[Finding]:
         trouble = answer.get("trouble") or "no further word"
         yield Finding("coordinator", f"{answer.get('status')}: {trouble}", "docs/operate/runbook.md, TROUBLE and ALARM")
     for alarm in answer.get("alarms") or ():
-        yield Finding("coordinator", str(alarm), "docs/operate/runbook.md, TROUBLE and ALARM")
+        yield Finding("coordinator", alarm_line(alarm), "docs/operate/runbook.md, TROUBLE and ALARM")
 
 
 def _check_presence(nodes: Sequence[Node]) -> Iterator[Finding]:

@@ -24,8 +24,9 @@ from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.state.work import achieved_waf, delivered_flop
-from unicrond.ctl.client import ApiError, follow
+from unicrond.ctl.client import ApiError
 from unicrond.ctl.live_view import incident_table, watch
+from unicrond.ctl.streams import follow
 from unicrond.display.plan_explanation import explain_plan
 from unicrond.local.dev import DevCluster, small_cluster, start_small
 

@@ -33,7 +33,8 @@ import psutil
 import yaml
 
 from unicrond.core.state.state import ClusterState
-from unicrond.ctl.client import ApiError, Client, follow
+from unicrond.ctl.client import ApiError, Client
+from unicrond.ctl.streams import follow
 from unicrond.events.cli import environment_flags as variables
 from unicrond.events.nats import cli_context as nats_cli
 from unicrond.events.nats.login import Login

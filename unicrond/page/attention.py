@@ -12,11 +12,13 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from unicrond.core.nodes.brakes import hold_text, mode_text, remedy
 from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.state.alarms import Alarm, AlarmHandling
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
+from unicrond.display.alarms import handling_words
 from unicrond.display.queue import pending_reason
 from unicrond.views.accounts import incident_title
 
@@ -25,7 +27,8 @@ FAILED_US = 3_600_000_000
 
 
 def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dict[str, str]]:
-    """Return rows of `what`, `remedy` (a command, or "") and `place` (of the page)."""
+    """Return rows of `what`, `remedy` (a command, or ""), `place` (of the page), `alarm` (its key, or "")
+    and `handling` (what people did about it)."""
     worst_first = sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
     rows = [
         _row(
@@ -38,14 +41,24 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dic
     rows += [_row(hold_text(hold), remedy(hold), "cluster") for hold in state.holds.values()]
     for task in state.tasks.values():
         if text := _trouble_of_task(state, task):
-            remedy = f"unicronctl {'logs' if task.status is TaskStatus.FAILED else 'describe task'} {task.name}"
-            rows.append(_row(f"task {task.name} {text}", remedy, "tasks"))
+            has_failed = task.status is TaskStatus.FAILED
+            remedy = f"unicronctl {'logs' if has_failed else 'describe task'} {task.name}"
+            alarm = f"task-{'failed' if has_failed else 'waiting'}:{task.name}"
+            rows.append(_row(f"task {task.name} {text}", remedy, "tasks", alarm))
     rows += [
-        _row(f"node {node.name} {text}", f"unicronctl story node {node.name}", "cluster")
+        _row(f"node {node.name} {text}", f"unicronctl story node {node.name}", "cluster", f"{name}:{node.name}")
         for node in state.nodes.values()
-        if (text := _trouble_of_node(state, node))
+        for name, text in _trouble_of_node(state, node)
     ]
+    for row in rows:
+        row["handling"] = handling_words(state.alarms.get(row["alarm"], AlarmHandling()), state.now_us)
     return [{name: hide(text) for name, text in row.items()} for row in rows]
+
+
+def state_alarms(state: ClusterState) -> list[Alarm]:
+    """Return the rows that are alarms: of nodes and tasks. An incident has its own name, and ends by itself."""
+    keys = [(row["alarm"].partition(":"), row["what"]) for row in attention(state) if row["alarm"]]
+    return [Alarm(name, text, subject) for (name, _, subject), text in keys]
 
 
 def _trouble_of_task(state: ClusterState, task: Task) -> str:
@@ -57,13 +70,15 @@ def _trouble_of_task(state: ClusterState, task: Task) -> str:
     return pending_reason(state, task)
 
 
-def _trouble_of_node(state: ClusterState, node: Node) -> str:
+def _trouble_of_node(state: ClusterState, node: Node) -> Iterator[tuple[str, str]]:
+    """Yield the alarm's name and its text, at most one."""
     if node.status is NodeStatus.LOST:
-        return "is lost: see that its machine and agent run"
-    if node.isolation.active:
-        return "; ".join(filter(None, (f"is isolated: {node.reason}", waits_for(state, node))))
-    return f"needs {node.health.repair_need}" if node.health.repair_need else ""
+        yield "node-lost", "is lost: see that its machine and agent run"
+    elif node.isolation.active:
+        yield "node-isolated", "; ".join(filter(None, (f"is isolated: {node.reason}", waits_for(state, node))))
+    elif node.health.repair_need:
+        yield "node-repair", f"needs {node.health.repair_need}"
 
 
-def _row(what: str, remedy: str, place: str) -> dict[str, str]:
-    return {"what": what, "remedy": remedy, "place": place}
+def _row(what: str, remedy: str, place: str, alarm: str = "") -> dict[str, str]:
+    return {"what": what, "remedy": remedy, "place": place, "alarm": alarm}

@@ -18,7 +18,8 @@
 Rules
 -----
 * A notice has a key: notices under one key are about one matter. Those of an incident share its id, so that they are
-  sent together. `is_over`: the matter of that key is settled.
+  sent together. `is_over`: the matter of that key is settled. `alarm`: its key, where the matter is an
+  alarm: while that is acknowledged or silenced, nobody is told (core/state/alarms.py).
 * `step_notices` looks at one step, `standing` at what holds at a moment: a level, sent once until it is over;
   `taken_over` at a coordinator's beginning.
 
@@ -28,7 +29,7 @@ service/export/notification_transports.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from unicrond.core.faults import links
@@ -67,6 +68,7 @@ class Notice(NamedTuple):
     text: str = ""
     commands: tuple[str, ...] = ()
     is_over: bool = False
+    alarm: str = ""
 
 
 def step_notices(step: LogStep) -> list[Notice]:
@@ -88,6 +90,7 @@ def step_notices(step: LogStep) -> list[Notice]:
                     f"node {event.node} is isolated",
                     event.reason,
                     (f"unicron-replay story node {event.node} --nats URL", f"unicronctl uncordon {event.node}"),
+                    alarm=f"node-isolated:{event.node}",
                 )
             )
         case v.DecisionHeld() if event.key in after.holds:
@@ -101,7 +104,12 @@ def step_notices(step: LogStep) -> list[Notice]:
         case v.NodeChecked(has_passed=False) | v.RepairEnded(has_passed=False) if _is_isolated(after, event.node):
             procedure = "health check" if isinstance(event, v.NodeChecked) else "repair"
             title = f"node {event.node} stays isolated: its {procedure} failed"
-            notices.append(Notice(f"node:{event.node}", "refused", "error", title, event.detail, ("unicronctl nodes",)))
+            alarm = f"node-isolated:{event.node}"
+            notices.append(
+                Notice(
+                    f"node:{event.node}", "refused", "error", title, event.detail, ("unicronctl nodes",), alarm=alarm
+                )
+            )
     return notices
 
 
@@ -114,8 +122,10 @@ def taken_over(state: ClusterState) -> list[Notice]:
     return [Notice(f"term:{state.term}", "takeover", "warning", title, text, ("unicronctl status",))]
 
 
-def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Iterable[str]) -> list[Notice]:
-    """Return the notices of what holds now. `trouble`: lines that an operator must look at."""
+def standing(
+    state: ClusterState, now_us: int, no_progress_us: int, trouble: Iterable[str], alarms: Mapping[str, str] = {}
+) -> list[Notice]:
+    """Return the notices of what holds now. `trouble`: lines that an operator must look at. `alarms`: texts by key."""
     notices = _spares(state)
     for task in state.active if no_progress_us else ():
         assignment = state.plan.assignments.get(task.name)
@@ -129,6 +139,9 @@ def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Ite
         # The matter is what the line is about; counts and times in it change.
         key = "".join(letter for letter in line if not letter.isdigit())[:80]
         notices.append(Notice(f"trouble:{key}", "trouble", "critical", line, "", ("unicronctl status",)))
+    for key, line in alarms.items():
+        commands = "unicronctl alarms", f"unicronctl acknowledge {key}"
+        notices.append(Notice(f"alarm:{key}", "trouble", "critical", line, "", commands, alarm=key))
     return notices
 
 
@@ -197,7 +210,8 @@ def _crash_notices(before: ClusterState, after: ClusterState) -> Iterator[Notice
         if is_now and not was and task is not None and task.troubles.crashes is not None:
             text = f"{looping_text(task)}\n{task.troubles.crashes.tail}".rstrip()
             commands = f"unicronctl describe task {name}", f"unicronctl logs {name}"
-            yield Notice(f"crash:{name}", "crash_looping", "error", f"task {name} is crash-looping", text, commands)
+            title, alarm = f"task {name} is crash-looping", f"task-waiting:{name}"
+            yield Notice(f"crash:{name}", "crash_looping", "error", title, text, commands, alarm=alarm)
         elif was and not is_now:
             title = f"task {name} is crash-looping no more"
             yield Notice(f"crash:{name}", "crash_looping", "info", title, is_over=True)

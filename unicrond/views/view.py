@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from unicrond.core.replayer import EMPTY, LogStep, policy_after, steps
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Entry
@@ -56,7 +57,7 @@ class Views:
     def __init__(self, *views: View) -> None:
         self._views: list[View] = []
         self._open: tuple[View, ...] = ()
-        self._alarms: list[str] = []
+        self._alarms: list[Alarm] = []
         for view in views:
             self.add(view)
 
@@ -80,8 +81,8 @@ class Views:
             except Exception:  # a bug of ours must not stop what heals
                 self._close(view, step)
 
-    def alarms(self) -> list[str]:
-        """Return the views that are closed, a line each."""
+    def alarms(self) -> list[Alarm]:
+        """Return the views that are closed, an alarm each."""
         return list(self._alarms)
 
     def _close(self, view: View, step: LogStep) -> None:
@@ -89,7 +90,7 @@ class Views:
         name, kind = type(view).__name__, "quarantined" if event is None else type(event).__name__
         self._open = tuple(candidate for candidate in self._open if candidate is not view)
         message = f"the view {name} ends at entry {step.entry.seq} ({kind})"
-        self._alarms.append(f"{message}; nothing else is concerned")
+        self._alarms.append(Alarm("view-closed", f"{message}; nothing else is concerned", name.strip("_")))
         log.exception("%s; restart the coordinator without its snapshot", message)
 
 

@@ -22,6 +22,8 @@ LOGINS_MAX = 65_536
 #: Windows at a time, and nodes of one window, at most.
 _WINDOWS_MAX = 1024
 _WINDOW_NODES_MAX = 4096
+#: A silence that nobody remembers hides the next trouble.
+SILENCE_MAX_US = 30 * 86_400_000_000
 #: Faults of a node; the others are a worker's. `kill` is either.
 NODE_FAULTS = ("drop_network", "xid")
 
@@ -42,6 +44,8 @@ def request_problem(state: ClusterState, event: v.Request) -> str:
         return enrolment_problem(state, event)
     if isinstance(event, v.MaintenancePlanned):
         return maintenance_problem(state, event)
+    if isinstance(event, v.AlarmSilenced):
+        return silence_problem(state, event)
     return ""
 
 
@@ -67,6 +71,15 @@ def maintenance_problem(state: ClusterState, event: v.MaintenancePlanned) -> str
         return "from: the window would be over; give another time"
     if len(state.windows) >= _WINDOWS_MAX:
         return f"maintenance: {_WINDOWS_MAX} windows are planned; cancel some"
+    return ""
+
+
+def silence_problem(state: ClusterState, event: v.AlarmSilenced) -> str:
+    """Return why the alarm cannot be silenced for so long; "" where it can."""
+    if event.until_us <= state.now_us:
+        return "for_s: the silence would be over; give a longer one"
+    if event.until_us > state.now_us + SILENCE_MAX_US:
+        return "for_s: an alarm is silenced for 30 days at most; give a shorter time, or mend its cause"
     return ""
 
 

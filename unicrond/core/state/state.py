@@ -18,6 +18,7 @@ from enum import IntEnum, StrEnum
 import msgspec
 from msgspec.structs import force_setattr
 
+from unicrond.core.state.alarms import AlarmHandling
 from unicrond.core.state.hang_tally import Lateness
 from unicrond.core.state.holds import Brakes, StandingHold
 from unicrond.core.state.node_links import NodeLink
@@ -384,8 +385,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
     `log_adopted_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
-    without end. `links`: those that are bad, or were of late (faults/links.py). `brakes`: of the present coordinator;
-    `holds`: decisions that are not carried out, by `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py).
+    without end. `links`: those that are bad, or were of late (faults/links.py). `alarms`: what people did about them,
+    by key (alarms.py). `brakes`: of the present coordinator; `holds`: decisions that are not carried out, by
+    `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py).
     `silence`: the one that stands (nodes/deafness.py).
     `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`.
     """
@@ -417,6 +419,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     quotas: Mapping[str, int] = {}
     starvation_us: int = 0
     links: dict[str, NodeLink] = {}
+    alarms: dict[str, AlarmHandling] = {}
     brakes: Brakes = Brakes()
     holds: dict[str, StandingHold] = {}
     isolations_us: tuple[int, ...] = ()

@@ -4,7 +4,7 @@
 
 import { accountButton, told } from "./account.js";
 import { STATUS, card, colourOf, css, h, sharp, show, span, table } from "./dom.js";
-import { nodeButtons } from "./acting.js";
+import { alarmButtons, nodeButtons } from "./acting.js";
 
 const BY_NAME = new Intl.Collator("en", { numeric: true }); // node9 before node10
 const HOUR_S = 3600;
@@ -62,11 +62,16 @@ export class Cluster {
 
   /** What needs somebody, each with what to do. */
   judge(view) {
-    const { health, replay } = this.source, alarms = replay ? [] : (health?.trouble ? [health.trouble] : []).concat(health?.alarms ?? []);
-    const todo = [...alarms.map((text) => ({ what: text, remedy: "unicronctl status" })), ...view.attention];
-    show(this.verdict, h("h2", { class: todo.length ? "bad" : "good" }, todo.length ? `${todo.length} ${todo.length === 1 ? "thing needs" : "things need"} somebody` : "All is well"),
-      todo.length > 0 && h("ul", { class: "todo" }, todo.slice(0, 12).map(({ what, remedy, place }) => h("li", {}, place ? h("a", { href: `#${place}` }, what) : what, remedy && [" ", h("code", { class: "faint" }, remedy)])),
-        todo.length > 12 && h("li", { class: "faint" }, `and ${todo.length - 12} more`)));
+    const { health, replay } = this.source, alarms = replay ? [] : health?.alarms ?? [];
+    const all = [...(health?.trouble && !replay ? [{ what: health.trouble, remedy: "unicronctl status" }] : []),
+      ...alarms.map((row) => ({ what: row.text, remedy: `unicronctl acknowledge ${row.alarm}`, ...row })), ...view.attention];
+    const isQuiet = ({ handling }) => /^(acknowledged|silenced)/.test(handling ?? "");
+    const todo = all.filter((row) => !isQuiet(row)), quiet = all.filter(isQuiet);
+    const line = ({ what, remedy, place, alarm, handling }) => h("li", {}, place ? h("a", { href: `#${place}` }, what) : what,
+      handling && h("span", { class: "handling" }, handling), remedy && [" ", h("code", { class: "faint" }, remedy)], alarm && alarmButtons(this.source, alarm));
+    show(this.verdict, h("h2", { class: todo.length ? "bad" : "good" }, todo.length ? `${todo.length} ${todo.length === 1 ? "thing needs" : "things need"} somebody` : "All is well", quiet.length > 0 && h("span", { class: "faint" }, ` · ${quiet.length} acknowledged or silenced`)),
+      all.length > 0 && h("ul", { class: "todo" }, [...todo, ...quiet].slice(0, 12).map(line),
+        all.length > 12 && h("li", { class: "faint" }, `and ${all.length - 12} more: unicronctl alarms`)));
   }
 
   progress(view) {

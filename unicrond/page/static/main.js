@@ -45,7 +45,7 @@ function drawHealth() {
   const leader = health.status === "standby" && source.connected && !replay ? ` (${health.heads?.leader?.process ?? "no head"} leads)` : "";
   show(element, h("span", { class: well ? "good" : leader ? "warn" : "bad" }, `${status}${leader}`),
     ` · term ${view.term} · entry ${view.seq}, ${moment(view.now_us)} · plan ${view.plan.epoch}, WAF ${worth(view, view.plan.waf)}`);
-  show(document.getElementById("alarms"), (health.trouble ? [health.trouble] : []).concat(health.alarms ?? []).map((text) => h("div", {}, text)));
+  show(document.getElementById("alarms"), (health.trouble ? [health.trouble] : []).concat((health.alarms ?? []).filter((row) => !row.is_quiet).map((row) => `${row.text}${row.handling ? ` (${row.handling})` : ""}`)).map((text) => h("div", {}, text)));
 }
 
 /** A replay's slider: by time, over the whole log. */

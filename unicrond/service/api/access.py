@@ -18,6 +18,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from unicrond.core.rules.fault_targets import OrderRefused
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import Task
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
@@ -87,9 +88,10 @@ class Access:
             raise AccessDenied(f"token: {grant.name} lacks scope {needed}; ask for one that has it", 403)
         return grant
 
-    def alarms(self) -> list[str]:
-        """Return what a person has to look at, a line each."""
-        return [f"api.tokens_file: {self.trouble}; the previous tokens stay valid"] if self.trouble else []
+    def alarms(self) -> list[Alarm]:
+        """Return what a person has to look at."""
+        text = f"api.tokens_file: {self.trouble}; the previous tokens stay valid"
+        return [Alarm("tokens-unreadable", text)] if self.trouble else []
 
     def _failed(self, address: str, request: str, now_s: float) -> AccessDenied:
         """Count a refusal of this address, log it if one is due, and return the error to raise."""

@@ -26,6 +26,7 @@
     GET  /v1/views/NAME                    what a view of the log has to say, such as goodput (views/table.py)
     GET  /v1/plan/spares?repair_s=S&mtbf_s=S   how many nodes of each type to keep back (views/spares.py)
     POST /v1/plan/whatif                   what would be planned if; changes nothing
+    GET  /v1/alarms                        the alarms; acknowledge, silence, assign: see alarm_api.py
     GET  /v1/logs/TASK?rank=R|worker=W&tail_bytes=N&offset=O
     GET  /v1/stacks/TASK?rank=R            what a worker's threads are doing
     GET  /v1/marks/TASK                    where each worker is: phase, micro-batch, collective, since when
@@ -62,21 +63,9 @@ from unicrond.core.tasks.reshaping import reshaped
 from unicrond.core.tasks.task_rules import too_few_lanes
 from unicrond.core.tasks.task_validation import name_conflict, task_problems
 from unicrond.display.cluster_tables import derived_values
+from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.trust.logins import BadLogin, agent_login
-from unicrond.events.vocabulary import (
-    AnyRequest,
-    ForgetRequested,
-    MaintenanceCancelled,
-    MaintenancePlanned,
-    NodeCordoned,
-    NodeEnrolled,
-    NodeRevoked,
-    NodeUncordoned,
-    TaskCancelled,
-    TaskSubmitted,
-    TaskUpdated,
-)
 from unicrond.events.wire.codec import API_PRODUCER, BadEvent
 from unicrond.events.wire.envelope import Envelope
 from unicrond.events.wire.schemas import beyond_schema
@@ -85,6 +74,7 @@ from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tokens import FULL_GRANT, Grant
 from unicrond.service.api.access import Access, AccessDenied, require_owner, require_scope_of_priority
+from unicrond.service.api.alarm_api import AlarmApi
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
@@ -142,6 +132,8 @@ class Api:
         self._access = access or Access()
         self._process = process = process or ProcessStatus()
         self._number = 0
+        self._alarms = AlarmApi(coordinator, self._append)
+        coordinator.add_alarms(self._access.alarms)
         self._looking = PageApi(config, coordinator, self.condition, _caller.get)
         self._metrics = exposition(
             lambda: coordinator.state,
@@ -149,7 +141,7 @@ class Api:
             lambda: coordinator.fault,
             process.trouble,
             coordinator.outbox_backlog,
-            lambda: coordinator.around.metrics(),
+            lambda: (*coordinator.around.metrics(), *self._alarms.metrics()),
             lambda: process.leads,
             coordinator.views,
         )
@@ -178,6 +170,7 @@ class Api:
                 web.post("/v1/faults", self.inject),
                 *self._log_api.routes(),
                 *self._looking.routes(),
+                *self._alarms.routes(),
                 *PlanApi(self._config.policy, self._coordinator).routes(),
                 *ModeApi(self._append, self._task).routes(),
             ]
@@ -246,8 +239,7 @@ class Api:
         """Return the body of /healthz."""
         coordinator = self._coordinator
         trouble = coordinator.fault or self._process.trouble()
-        alarms = coordinator.standing_alarms() + self._access.alarms()
-        state = coordinator.state
+        state, alarms = coordinator.state, self._alarms.of_head()
         body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
         body |= {"outbox_backlog": self._outbox_backlog(), "leads": self._process.leads, "heads": self._process.heads}
         return {**body, "weaker": self._process.weaker(), "mode": state.mode}
@@ -284,20 +276,20 @@ class Api:
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
         warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
         warnings += too_few_lanes(spec)
-        event = TaskSubmitted(spec=spec)
+        event = v.TaskSubmitted(spec=spec)
         return await self._append(event, {"task": spec.name, "warnings": warnings}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a task: its workers stop, its checkpoints stay."""
         name = self._task(request).name
         reason = (await body_of(request, Reason)).reason or _REASON
-        return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
+        return await self._append(v.TaskCancelled(task=name, reason=reason), {"task": name}, 202)
 
     async def update(self, request: web.Request) -> web.Response:
         """Give a running task another weight, priority or other bounds. 400 says which setting is wrong."""
         task = self._task(request)
         order = await body_of(request, UpdateOrder)
-        event = TaskUpdated(task=task.name, **{**msgspec.structs.asdict(order), "reason": order.reason or _REASON})
+        event = v.TaskUpdated(task=task.name, **{**msgspec.structs.asdict(order), "reason": order.reason or _REASON})
         if problem := update_problem(task, event):
             return error(400, problem)
         if (event.priority or 0) > max(0, task.spec.priority):
@@ -318,7 +310,7 @@ class Api:
         if order.by is not None and not order.drain:
             return error(400, "by: only a drain has a time; set drain")
         by_us = order.by.time_us() if order.by is not None else 0
-        event = NodeCordoned(
+        event = v.NodeCordoned(
             node=node,
             drain=order.drain,
             until_return=order.until_return,
@@ -334,7 +326,7 @@ class Api:
         order = await body_of(request, MaintenanceOrder)
         from_us = order.begins.time_us()
         until_us = from_us + int(order.for_s * 1e6)
-        event = MaintenancePlanned(
+        event = v.MaintenancePlanned(
             nodes=tuple(dict.fromkeys(order.nodes)), from_us=from_us, until_us=until_us, reason=order.reason or _REASON
         )
         for node in event.nodes:
@@ -350,13 +342,15 @@ class Api:
         if window not in self._coordinator.state.windows:
             return error(404, f"maintenance {window} is not planned; see `unicronctl maintain`")
         reason = (await body_of(request, Reason)).reason or _REASON
-        return await self._append(MaintenanceCancelled(window=window, reason=reason), {"window": window}, 202)
+        return await self._append(v.MaintenanceCancelled(window=window, reason=reason), {"window": window}, 202)
 
     async def uncordon(self, request: web.Request) -> web.Response:
         """Allow workers on a node again."""
         node = self._node(request)
         order = await body_of(request, OfNode)
-        event = NodeUncordoned(node=node, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address)
+        event = v.NodeUncordoned(
+            node=node, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address
+        )
         return await self._of_node(event)
 
     async def forget(self, request: web.Request) -> web.Response:
@@ -366,13 +360,13 @@ class Api:
         state = self._coordinator.state
         if problem := forgetting.refusal(state.nodes[node], leave=order.leave):
             return error(409, problem)
-        event = ForgetRequested(
+        event = v.ForgetRequested(
             node=node, leave=order.leave, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address
         )
         return await self._of_node(event)
 
     async def _of_node(
-        self, event: NodeCordoned | NodeUncordoned | ForgetRequested, about: Mapping[str, Any] | None = None
+        self, event: v.NodeCordoned | v.NodeUncordoned | v.ForgetRequested, about: Mapping[str, Any] | None = None
     ) -> web.Response:
         if problem := agent_mismatch(self._coordinator.state, event):
             return error(409, problem)
@@ -389,7 +383,7 @@ class Api:
             agent_login(node)
         except BadLogin as wrong:
             return error(400, f"node: {wrong}")
-        event = NodeEnrolled(node=node, key=enrolment.key, expires_us=expires_us)
+        event = v.NodeEnrolled(node=node, key=enrolment.key, expires_us=expires_us)
         if problem := enrolment_problem(self._coordinator.state, event):
             return error(400, problem)
         return await self._append(event, {"node": node}, 202)
@@ -400,9 +394,9 @@ class Api:
         reason = (await body_of(request, Reason)).reason or _REASON
         if node not in self._coordinator.state.logins:
             return error(404, f"node: {node[:63]} is not enrolled")
-        return await self._append(NodeRevoked(node=node, reason=reason), {"node": node}, 202)
+        return await self._append(v.NodeRevoked(node=node, reason=reason), {"node": node}, 202)
 
-    async def ask(self, event: AnyRequest) -> None:
+    async def ask(self, event: v.AnyRequest) -> None:
         """Append a request from a part of this process, as if a person had sent it."""
         await self._append(event, {}, 202)
 
@@ -426,7 +420,7 @@ class Api:
             raise OrderRefused(404, f"node: no node {name}; see `unicronctl nodes`")
         return name
 
-    async def _append(self, event: AnyRequest, about: dict[str, object], status: int) -> web.Response:
+    async def _append(self, event: v.AnyRequest, about: dict[str, object], status: int) -> web.Response:
         schema = self._coordinator.state.schema
         event = replace(event, requester=_caller.get().name)
         if beyond := beyond_schema(event, schema):

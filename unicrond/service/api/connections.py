@@ -54,7 +54,7 @@ class ApiConnections:
 
     def __init__(self, most: int, head_s: float = HEAD_S, now_s: Callable[[], float] = time.monotonic) -> None:
         self._most, self._head_s, self._now_s = most, head_s, now_s
-        self._all: dict[asyncio.BaseProtocol, _Connection] = {}
+        self._by_protocol: dict[asyncio.BaseProtocol, _Connection] = {}
         #: Address -> its connections that wait, the oldest first.
         self._waiting: dict[str, dict[_Connection, None]] = {}
         #: How many were closed since there were too many, and since their request did not come.
@@ -67,13 +67,13 @@ class ApiConnections:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Mark the request's connection as busy while it is answered. Goes before every other middleware."""
-        connection = self._all.get(request.protocol)
+        connection = self._by_protocol.get(request.protocol)
         if connection is not None:
             self._work(connection)
         try:
             return await handler(request)
         finally:
-            if connection is not None and request.protocol in self._all:
+            if connection is not None and request.protocol in self._by_protocol:
                 self._wait(connection)
 
     @asynccontextmanager
@@ -96,26 +96,26 @@ class ApiConnections:
 
     def count(self) -> int:
         """Count the open connections."""
-        return len(self._all)
+        return len(self._by_protocol)
 
     # --- what happens to them ----------------------------------------------------------------
 
     def admit(self, connection: _Connection) -> bool:
         """Take a new connection in, at another's cost if there are too many; return False if all are busy."""
-        if len(self._all) >= self._most:
+        if len(self._by_protocol) >= self._most:
             oldest = self._oldest_of_most()
             if oldest is None:
                 return False
             self.closed_for_room += 1
             self._say(f"more than {self._most} connections; those of {oldest.address} that send no request are closed")
             self._close(oldest)
-        self._all[connection.inner] = connection
+        self._by_protocol[connection.inner] = connection
         self._wait(connection, has_answered=False)
         return True
 
     def forget(self, connection: _Connection) -> None:
         """Drop a connection that is closed."""
-        self._all.pop(connection.inner, None)
+        self._by_protocol.pop(connection.inner, None)
         self._work(connection)
 
     def close_late(self) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from unicrond.core.rules.fault_targets import OrderRefused
+from unicrond.display.alarms import alarm_line
 from unicrond.events.vocabulary.phrases import guess
 from unicrond.intake.config import Config
 from unicrond.intake.tokens import Grant
@@ -111,7 +112,7 @@ class PageApi:
             span_us = (DEFAULT_LAST_S if last_s is None else last_s) * 1_000_000
             since_us = max(0, self._coordinator.state.now_us - span_us)
         health = self._health()
-        alarms = [*filter(None, [health.get("trouble")]), *health.get("alarms", ())]
+        alarms = [*filter(None, [health.get("trouble")]), *map(alarm_line, health.get("alarms", ()))]
         return self._story_json(self._coordinator.views.accounts.cluster_story(since_us, alarms))
 
     def _story_json(self, story: Story) -> web.Response:

@@ -73,6 +73,22 @@ class CordonOrder(OfNode, frozen=True, forbid_unknown_fields=True):
     by: When | None = None
 
 
+class SilenceOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Silences an alarm for `for_s`."""
+
+    for_s: Annotated[float, Meta(gt=0.0, le=366 * 86400.0)]
+
+    def until_us(self) -> int:
+        """Return the end of the silence in microseconds since the epoch."""
+        return time.time_ns() // 1000 + int(self.for_s * 1e6)
+
+
+class AssignOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Gives an alarm to a person."""
+
+    person: Name
+
+
 class MaintenanceOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Plans a maintenance window that begins at `begins` and lasts `for_s`."""
 

@@ -10,16 +10,21 @@ Rules
 * A head that hears none of its nodes says so for as long as that silence stands in the state.
 * A checkpoint that could not be written is an alarm until a later one is written, or the task has ended; this one is in
   the state.
+* What people did about an alarm (core/state/alarms.py) ends when the alarm has not stood for GONE_US, as this head sees
+  it: one that comes and goes stays acknowledged. The coordinator that leads says so in the log, once.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from unicrond.core.nodes.liveness import OWN_NAME
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
+from unicrond.events.vocabulary import AlarmEnded
 from unicrond.events.vocabulary.phrases import count, to_the_second
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import QuarantinedMessage
@@ -28,6 +33,7 @@ from unicrond.events.wire.schemas import SCHEMA
 log = logging.getLogger("unicrond")
 
 STANDS_US = 3600 * 1_000_000
+GONE_US = 60_000_000
 _SAVE_FAILURES = {
     "unicron": "did not save the checkpoint",
     "program": "its program did not save its checkpoint",
@@ -65,10 +71,10 @@ class Alarms:
         self._schemas[producer] = node.agent.schema if node else SCHEMA
         return self._line(producer)
 
-    def standing(self, now_us: int) -> list[str]:
+    def standing(self, now_us: int) -> list[Alarm]:
         """Return the alarms at this moment, ordered by producer."""
         return [
-            self._line(name)
+            Alarm("message-unreadable", self._line(name), name)
             for name, unreadable in sorted(self.unreadable.items())
             if now_us - unreadable.at_us < STANDS_US
         ]
@@ -83,25 +89,24 @@ class Alarms:
         return f"{author}: {messages} at sequence {unreadable.seq} ({unreadable.kind}): {unreadable.reason}{newer}"
 
 
-def unsaved_lines(state: ClusterState) -> list[str]:
-    """Return a line for each active task whose last checkpoint was not written."""
+def unsaved_alarms(state: ClusterState) -> list[Alarm]:
+    """Return an alarm for each active task whose last checkpoint was not written."""
     return [
-        f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}"
+        Alarm("checkpoint-unsaved", f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}", task.name)
         for task in state.active
         for saver, reason in sorted(task.progress.save_failures.items())
     ]
 
 
-def silence_lines(state: ClusterState) -> list[str]:
-    """Return the line of a head that hears none of its nodes."""
+def silence_alarms(state: ClusterState) -> list[Alarm]:
+    """Return the alarm of a head that hears none of its nodes."""
     if state.silence is None:
         return []
     since, nodes = to_the_second(state.silence.since_us), count(state.silence.nodes, "node")
     lost = "; they are lost by now" if state.silence.are_lost else ""
-    return [
-        f"the head hears none of {nodes} since {since}: is the NATS server, the DNS name or the password wrong?"
-        f" nothing is decided about them{lost}"
-    ]
+    cause = "is the NATS server, the DNS name or the password wrong?"
+    text = f"the head hears none of {nodes} since {since}: {cause} nothing is decided about them{lost}"
+    return [Alarm("nodes-unheard", text)]
 
 
 def written_by(subject: str) -> tuple[str, str]:
@@ -114,3 +119,27 @@ def written_by(subject: str) -> tuple[str, str]:
     if len(tokens) != 3:
         return "", ""
     return (tokens[1] if tokens[0] == "obs" else OWN_NAME), tokens[2]
+
+
+class AlarmBoard:
+    """Finds the alarms that are over, for one coordinator."""
+
+    def __init__(self) -> None:
+        #: Since when an alarm that people have handled does not stand, by the caller's monotonic clock.
+        self._absent_us: dict[str, int] = {}
+        self._ended: set[str] = set()
+
+    def endings(self, state: ClusterState, keys: Collection[str], now_us: int) -> list[AlarmEnded]:
+        """Return what is to be said of alarms that are over. `keys`: those that stand; `now_us`: monotonic."""
+        handled = state.alarms
+        self._ended &= handled.keys()
+        absent = {key: self._absent_us.get(key, now_us) for key in handled if key not in keys}
+        self._absent_us = absent
+        over = [key for key, since_us in absent.items() if now_us - since_us >= GONE_US and key not in self._ended]
+        self._ended.update(over)
+        return [AlarmEnded(alarm=key) for key in over]
+
+    def begin(self) -> None:
+        """Forget what was seen: a term begins."""
+        self._absent_us.clear()
+        self._ended.clear()

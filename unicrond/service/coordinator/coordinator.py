@@ -34,16 +34,18 @@ from unicrond.core.own_decisions import Breaker, DecidingStopped, batches, requi
 from unicrond.core.planning.problem import Problem
 from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.event_log import BeatLog, EventLog, Fence, Fenced, LogError
 from unicrond.events.vocabulary import AnyEvent, CheckNode, CoordinatorStarted, DeadlineExpired, StepCommitted
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered, since, told_version
-from unicrond.service.coordinator.alarms import silence_lines
+from unicrond.page.attention import state_alarms
+from unicrond.service.coordinator.alarms import AlarmBoard, silence_alarms
 from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.service.coordinator.event_log_health import outbox_backlog_lines
+from unicrond.service.coordinator.event_log_health import outbox_backlog_alarms
 from unicrond.service.coordinator.follower import Follower
 from unicrond.service.coordinator.heartbeat_watch import NodeWatch
 from unicrond.service.coordinator.plan_precompute import Foresight
@@ -90,6 +92,8 @@ class Coordinator(Follower):
         if repair is None and readmission.repair:
             repair = repair_command(readmission.repair, readmission.repair_timeout_s)
         self._repairs = Repairs(repair, self._post) if repair else None
+        self._board = AlarmBoard()
+        self._more_alarms: list[Callable[[], list[Alarm]]] = []
         self._gathering = False
         self._fence: Fence | None = None
         self._breaker = Breaker()
@@ -217,10 +221,19 @@ class Coordinator(Follower):
         repair_timeout_s = readmission.repair_timeout_s if self._repairs else 0.0
         return Settings(settings.policy, settings.heartbeat_s, readmission.timeout_s, repair_timeout_s)
 
-    def standing_alarms(self) -> list[str]:
-        """Return what a person has to look at now, a line each."""
-        outbox_backlog = outbox_backlog_lines(self.outbox_backlog())
-        return super().standing_alarms() + silence_lines(self.state) + outbox_backlog + self.around.alarms()
+    def standing_alarms(self) -> list[Alarm]:
+        """Return what a person has to look at now, beside what the state itself tells."""
+        outbox_backlog = outbox_backlog_alarms(self.outbox_backlog())
+        more = [alarm for alarms in self._more_alarms for alarm in alarms()]
+        return [*super().standing_alarms(), *silence_alarms(self.state), *outbox_backlog, *self.around.alarms(), *more]
+
+    def add_alarms(self, alarms: Callable[[], list[Alarm]]) -> None:
+        """Take on the alarms of a part that is made after this one."""
+        self._more_alarms.append(alarms)
+
+    def now_us(self) -> int:
+        """Return the wall clock's time."""
+        return self._clock.wall_us()
 
     def outbox_backlog(self) -> dict[str, OutboxBacklog]:
         """Return for each node that is heard what it cannot append."""
@@ -382,8 +395,10 @@ class Coordinator(Follower):
 
     async def _judge(self) -> None:
         await self.live.wait()
+        self._board.begin()
         while True:
             await self._watch.pause()
+            self._end_alarms()
             verdicts = self._watch.verdicts(self.state)
             if self.state.seq < self._hold_seq:
                 continue
@@ -391,6 +406,13 @@ class Coordinator(Follower):
                 self._inbox.put_nowait(None)
             for verdict in self._watch.news(verdicts):
                 self._post(verdict)
+
+    def _end_alarms(self) -> None:
+        """Say in the log which alarms that people have handled are over."""
+        if self.state.alarms and self.state.seq >= self._hold_seq:
+            keys = {alarm.key for alarm in (*self.standing_alarms(), *state_alarms(self.state))}
+            for ending in self._board.endings(self.state, keys, self._clock.monotonic_us()):
+                self._post(ending)
 
 
 def _bug(error: Exception) -> str:

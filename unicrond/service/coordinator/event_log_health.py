@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Protocol
 
 from unicrond.core.nodes.liveness import OutboxBacklog
+from unicrond.core.state.alarms import Alarm
 
 log = logging.getLogger("unicrond")
 
@@ -202,11 +203,15 @@ class LogKeeper:
         return True
 
 
-def outbox_backlog_lines(backlogs: Mapping[str, OutboxBacklog]) -> list[str]:
-    """Return a line for each node that has held back observations for long."""
+def outbox_backlog_alarms(backlogs: Mapping[str, OutboxBacklog]) -> list[Alarm]:
+    """Return an alarm for each node that has held back observations for long."""
     return [
-        f"node {name} holds back {backlog.entries} observations, the oldest for {backlog.oldest_us / 1e6:.0f} s: the "
-        "log does not accept its appends"
+        Alarm(
+            "outbox-backlog",
+            f"node {name} holds back {backlog.entries} observations, the oldest for {backlog.oldest_us / 1e6:.0f} s: "
+            "the log does not accept its appends",
+            name,
+        )
         for name, backlog in backlogs.items()
         if backlog.oldest_us >= BACKLOG_US
     ]

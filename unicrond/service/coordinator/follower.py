@@ -21,6 +21,7 @@ from unicrond.core.fold import fold
 from unicrond.core.replayer import LogStep
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.skip_rules import SkipCheck
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.event_log import EventLog, LogDamaged
 from unicrond.events.log.skips import apply_skips
@@ -83,7 +84,7 @@ class Follower:
         if not self.fault:
             self._stop_deciding(f"{reason}; {CURE}")
 
-    def standing_alarms(self) -> list[str]:
+    def standing_alarms(self) -> list[Alarm]:
         """Return what a person has to look at now, a line each."""
         return self.alarms.standing(self._clock.wall_us()) + self.views.alarms()
 

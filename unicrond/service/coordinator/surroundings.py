@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.vocabulary import AnyEvent, ErrorKind, SeverityLevel
@@ -54,7 +55,7 @@ class Surroundings:
     live: asyncio.Event = field(default_factory=asyncio.Event)
     prepare: Callable[[Sequence[AnyEvent]], Awaitable[None]] = _ignore_events
     begin: Callable[[], None] = _ignore_term
-    alarms: Callable[[], list[str]] = list
+    alarms: Callable[[], list[Alarm]] = list
     metrics: Callable[[], Iterable[Metric]] = list
 
 

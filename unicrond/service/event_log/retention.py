@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import msgspec
 from prometheus_client.core import Metric
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.intake.config import Config
 from unicrond.service.event_log import statistics as log_figures
 from unicrond.service.event_log.archive_command import ArchiveOutcome, ArchiveRequest
@@ -96,7 +97,7 @@ class LogLife:
         self._now_s = now_s
         self._work = work
         self._archived_at_s = now_s()
-        self._alarms: list[str] = []
+        self._alarms: list[Alarm] = []
 
     async def run(self) -> None:
         """Watch and archive until cancelled."""
@@ -105,8 +106,8 @@ class LogLife:
             if self._config.log.archive_every_s:
                 group.create_task(self._keep_archiving())
 
-    def alarms(self) -> list[str]:
-        """Return what a person has to look at now, a line each."""
+    def alarms(self) -> list[Alarm]:
+        """Return what a person has to look at now."""
         return log_figures.alarms(self._present(), self._config.log, self._config.keep_s)
 
     def metrics(self) -> Iterator[Metric]:

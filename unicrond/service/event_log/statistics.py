@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.intake.config import LogConfig
 
 GIB = 2**30
@@ -74,32 +75,35 @@ def slack_s(keep_s: float) -> float:
     return min(max(keep_s / 10, 3600.0), DAY_S)
 
 
-def alarms(figures: Figures, config: LogConfig, keep_s: float | None) -> list[str]:
-    """Return what a person has to look at, a line each. `keep_s`: what the timer trims to; None: it does not trim."""
-    lines = []
+def alarms(figures: Figures, config: LogConfig, keep_s: float | None) -> list[Alarm]:
+    """Return what a person has to look at. `keep_s`: what the timer trims to; None: it does not trim."""
+    lines: list[Alarm] = []
     stream = figures.stream
     if figures.failure:
-        lines.append(f"the log is not archived: {figures.failure}")
+        lines.append(Alarm("log-unarchived", f"the log is not archived: {figures.failure}"))
     elif config.archive_every_s and figures.archived_s > BEHIND_INTERVALS * config.archive_every_s:
-        lines.append(f"the log is not archived: no success for {figures.archived_s:.0f} s")
+        lines.append(Alarm("log-unarchived", f"the log is not archived: no success for {figures.archived_s:.0f} s"))
     if stream is not None and stream.size_bytes > config.alarm_gib * GIB:
-        lines.append(
-            f"the log holds {stream.size_bytes / GIB:.1f} GiB in NATS, more than log.alarm_gib ({config.alarm_gib:g})"
-        )
+        size = f"{stream.size_bytes / GIB:.1f} GiB"
+        text = f"the log holds {size} in NATS, more than log.alarm_gib ({config.alarm_gib:g})"
+        lines.append(Alarm("log-large", text))
     if figures.trim_failure:
-        lines.append(f"older entries are not removed from NATS: {figures.trim_failure}")
+        lines.append(Alarm("log-untrimmed", f"older entries are not removed from NATS: {figures.trim_failure}"))
     elif stream is not None and keep_s is not None and stream.oldest_s > keep_s + 2 * slack_s(keep_s):
-        lines.append(
-            f"older entries are not removed from NATS: the oldest is {stream.oldest_s / DAY_S:.1f} days old, "
-            f"log.keep_d is {keep_s / DAY_S:g}"
-        )
+        age = f"the oldest is {stream.oldest_s / DAY_S:.1f} days old, log.keep_d is {keep_s / DAY_S:g}"
+        lines.append(Alarm("log-untrimmed", f"older entries are not removed from NATS: {age}"))
     lines += [
-        f"the volume of {disk.path} has {disk.free_bytes / GIB:.1f} GiB free of {disk.size_bytes / GIB:.1f}"
+        Alarm(
+            "volume-full",
+            f"the volume of {disk.path} has {disk.free_bytes / GIB:.1f} GiB free of {disk.size_bytes / GIB:.1f}",
+            disk.name,
+        )
         for disk in figures.disks
         if disk.free_bytes < min(config.alarm_free * disk.size_bytes, FREE_ENOUGH_BYTES)
     ]
     if figures.append_s > config.alarm_append_s:
-        lines.append(f"appends to the log take {figures.append_s:.2f} s, more than log.alarm_append_s")
+        text = f"appends to the log take {figures.append_s:.2f} s, more than log.alarm_append_s"
+        lines.append(Alarm("appends-slow", text))
     return lines
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, NoReply
 from unicrond.events.nats.streams import NO_STREAM, JetStreamError, api_once
@@ -45,9 +46,9 @@ class StreamProbe:
         #: The newest answer, None before the first.
         self.info: dict[str, Any] | None = None
 
-    def alarms(self) -> list[str]:
+    def alarms(self) -> list[Alarm]:
         """Return what a person has to look at."""
-        return [self._ahead] if self._ahead else []
+        return [Alarm("log-truncated", self._ahead)] if self._ahead else []
 
     async def look(self) -> None:
         """Ask once; an answer, or its absence, takes seconds."""

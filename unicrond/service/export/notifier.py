@@ -9,6 +9,7 @@ Rules
   another one leads, give no notices. One that takes over says so, with the open incidents.
 * One matter, one message: notices of one key within `group_s` go together; the same again within `repeat_s` does not go
   at all, unless the matter was over in between. The end of a matter is sent if its beginning was sent.
+* An alarm that somebody has acknowledged or silenced is not sent; it is when a silence ends and it still stands.
 * A message is tried again after 1, 2, 4, ... s up to 5 min, each somewhat drawn, for GIVE_UP_S; each destination by
   itself. What is given up is an alarm.
 * The heartbeat stops where nothing is decided or the log takes nothing, so that its receiver notices.
@@ -27,6 +28,7 @@ from typing import Any
 import aiohttp
 
 from unicrond.core.replayer import LogStep
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.coordinator.clock import CLOCK, Clock
@@ -67,6 +69,8 @@ class Notifier(View):
         #: When the matter of a key was last sent.
         self._told_us: dict[str, int] = {}
         self._standing: dict[str, Notice] = {}
+        #: Of these, what somebody has acknowledged or silenced.
+        self._quiet: set[str] = set()
         self._queues: list[deque[Notification]] = [deque(maxlen=QUEUE_MAX) for _ in config.to]
         self._wake = [asyncio.Event() for _ in config.to]
         self._failures = [""] * len(config.to)
@@ -78,9 +82,11 @@ class Notifier(View):
             for notice in step_notices(step):
                 self._take(notice)
 
-    def alarms(self) -> list[str]:
-        """Return the destinations that cannot be reached, a line each."""
-        return [line for line in self._failures if line]
+    def alarms(self) -> list[Alarm]:
+        """Return the destinations that cannot be reached."""
+        return [
+            Alarm("notification-failed", line, f"to-{number}") for number, line in enumerate(self._failures) if line
+        ]
 
     async def run(self, condition: Callable[[], Mapping[str, Any]]) -> None:
         """Deliver notices until cancelled. `condition`: returns the body of /healthz."""
@@ -93,7 +99,13 @@ class Notifier(View):
 
     # --- what is told ----------------------------------------------------------------------------
 
+    def _is_quiet(self, notice: Notice) -> bool:
+        handling = self._state.alarms.get(notice.alarm)
+        return handling is not None and handling.is_quiet(self._clock.wall_us())
+
     def _take(self, notice: Notice) -> None:
+        if not notice.is_over and self._is_quiet(notice):
+            return
         notice = notice._replace(title=self._hide(self._state, notice.title), text=self._hide(self._state, notice.text))
         since_us, waiting = self._grouped.get(notice.key, (self._clock.monotonic_us(), []))
         self._grouped[notice.key] = since_us, [*waiting, notice]
@@ -112,26 +124,29 @@ class Notifier(View):
         itself. `condition`: the body of /healthz."""
         was_leading, self._was_leading = self._was_leading, self._leads()
         if not self._was_leading:
-            self._standing = {}
+            self._standing, self._quiet = {}, set()
             self._grouped.clear()
             return
         for notice in taken_over(self._state) if not was_leading else ():
             self._take(notice)
         no_progress_us = int(self._config.no_progress_s * 1e6)
-        lines = [line for line in (condition["trouble"], *condition["alarms"]) if line]
-        now = {notice.key: notice for notice in standing(self._state, self._clock.wall_us(), no_progress_us, lines)}
+        lines = [line for line in (condition["trouble"],) if line]
+        alarms = {row["alarm"]: row["text"] for row in condition["alarms"]}
+        notices = standing(self._state, self._clock.wall_us(), no_progress_us, lines, alarms)
+        now = {notice.key: notice for notice in notices}
+        was_quiet, self._quiet = self._quiet, {key for key, notice in now.items() if self._is_quiet(notice)}
         for key, notice in now.items():
-            if key not in self._standing:
+            if key not in self._standing or key in was_quiet - self._quiet:
                 self._take(notice)
         for key, notice in self._standing.items():
             if key not in now:
                 self._take(notice._replace(urgency="info", title=f"over: {notice.title}", text="", is_over=True))
         self._standing = now
         now_us = self._clock.monotonic_us()
-        for key, (since_us, notices) in list(self._grouped.items()):
+        for key, (since_us, grouped) in list(self._grouped.items()):
             if now_us - since_us >= self._config.group_s * 1e6:
                 del self._grouped[key]
-                self._send(key, tuple(notices), now_us)
+                self._send(key, tuple(grouped), now_us)
 
     def _send(self, key: str, notices: tuple[Notice, ...], now_us: int) -> None:
         told_us, is_over = self._told_us.get(key), notices[-1].is_over

@@ -24,6 +24,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from unicrond.service.event_log.durability_checks import Promises
 from unicrond.service.event_log.known_event_log import KnownLog
 from unicrond.service.head.head import Head, other_heads, this_process
 from unicrond.service.head.parts import HeadParts, Links, Orders, access_of, server_of
+from unicrond.service.head.side_jobs import SideJobs
 from unicrond.service.head.startup import StartupStatus, StoppedBySignal, porch, reach, unless_stopped
 from unicrond.service.trust.certificates import Certificates
 
@@ -220,8 +222,8 @@ async def _serve_until_stopped(
     head = None
     if links.lease is not None:
         head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
-    promises = _promises(config, links, head)
-    process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
+    promises, side_jobs = _promises(config, links, head), SideJobs()
+    process = ProcessStatus(lambda: keeper.trouble, head, lambda: [*promises.lines, *side_jobs.lines()])
     api = Api(config, coordinator, parts.event_log, LogReader(links.asking), access_of(config), process)
     connections = ApiConnections(connections_max())
     runner = web.AppRunner(api.application(connections.middleware), access_log=None, shutdown_timeout=1.0)
@@ -233,19 +235,18 @@ async def _serve_until_stopped(
         runs = {
             "coordinator": head.run() if head is not None else coordinator.run(),
             "log-keeper": keeper.run(),
-            "log-life": parts.life.run(),
-            "promises": promises.run(),
             "known-log": parts.known_log.keep(
                 lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.mismatch or coordinator.fault)
             ),
         }
         work = [asyncio.create_task(run, name=name) for name, run in runs.items()]
+        beside = {"log-life": parts.life.run, "promises": promises.run, **parts.logins(api)}
+        beside |= parts.exporters.jobs(api.condition)
         if server is not None:
-            work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
-        work += parts.keep_logins(api)
-        work += parts.exporters.start(api.condition)
+            beside["nats-server"] = partial(_keep_running, server)
         if config.nats_tls or config.api_tls:
-            work.append(asyncio.create_task(certificates.run(), name="certificates"))
+            beside["certificates"] = certificates.run
+        work += [side_jobs.start(name, job) for name, job in beside.items()]
         watchdog = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # a standby is ready too
         work.append(asyncio.create_task(watchdog, name="systemd"))
         return await _until_stopped(work, orders.stop)

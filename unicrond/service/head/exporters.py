@@ -5,16 +5,18 @@ Where the configuration names no destination, nothing is made and nothing starts
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.intake.config import Config
 from unicrond.service.api.redaction import mask_of
 from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.service.export.notifier import Notifier
+from unicrond.service.head.side_jobs import Job
 from unicrond.views.spans import Span, Spans
 
 if TYPE_CHECKING:
@@ -34,16 +36,16 @@ class Exporters:
         notifiers = [self._notifier] if self._notifier is not None else []
         self.views = HeadViews(*notifiers, spans=Spans(self._on_end))
 
-    def start(self, condition: Callable[[], Mapping[str, Any]]) -> list[asyncio.Task[None]]:
-        """Start to export, and return the tasks. `condition`: returns the body of /healthz."""
-        tasks: list[asyncio.Task[None]] = []
+    def jobs(self, condition: Callable[[], Mapping[str, Any]]) -> dict[str, Job]:
+        """Return the jobs that export, by name. `condition`: returns the body of /healthz."""
+        jobs: dict[str, Job] = {}
         if self._notifier is not None:
-            tasks.append(asyncio.create_task(self._notifier.run(condition), name="notifier"))
+            jobs["notifier"] = partial(self._notifier.run, condition)
         if self._tracing is not None:
-            tasks.append(asyncio.create_task(self._tracing.run(), name="traces"))
-        return tasks
+            jobs["traces"] = self._tracing.run
+        return jobs
 
-    def alarms(self) -> list[str]:
+    def alarms(self) -> list[Alarm]:
         """Return what does not reach the outside, a line each."""
         return self._notifier.alarms() if self._notifier is not None else []
 

@@ -8,10 +8,12 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unicrond.core.nodes.brakes import hold_summary
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.archive.archived_log import ArchivedLog
 from unicrond.events.host.systemd import Systemd
@@ -29,7 +31,7 @@ from unicrond.intake.config import Config, embedded_tls, login, read_secret
 from unicrond.intake.tls import BadTls
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
-from unicrond.service.coordinator.alarms import unsaved_lines
+from unicrond.service.coordinator.alarms import unsaved_alarms
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
@@ -41,6 +43,7 @@ from unicrond.service.event_log.retention import LogLife
 from unicrond.service.event_log.statistics import AppendTimes
 from unicrond.service.event_log.stream_probe import StreamProbe
 from unicrond.service.head.exporters import Exporters
+from unicrond.service.head.side_jobs import Job
 from unicrond.service.head.startup import StartupStatus
 from unicrond.service.trust.certificates import Certificates
 from unicrond.service.trust.membership_certificates import Warrants
@@ -116,10 +119,10 @@ class HeadParts:
         )
         self.life = LogLife(config, self.coordinator, lambda: self.probe.info, appends, time.monotonic)
 
-    def keep_logins(self, api: Api) -> list[asyncio.Task[None]]:
-        """Start what keeps logins with keys as the log says: who may log in, and what each agent may read."""
+    def logins(self, api: Api) -> dict[str, Job]:
+        """Return the jobs that keep logins with keys as the log says: who may log in, and what each agent may read."""
         if self._consumers is None:
-            return []
+            return {}
         self._logins = NodeLogins(
             self._roles,
             self._links.server,
@@ -130,10 +133,10 @@ class HeadParts:
             self.coordinator.live.is_set,
             has_shared=self._config.nats.shared is not None,
         )
-        return [
-            asyncio.create_task(self._once_folded(self._consumers.run), name="consumers"),
-            asyncio.create_task(self._once_folded(self._logins.run), name="logins"),
-        ]
+        return {
+            "consumers": partial(self._once_folded, self._consumers.run),
+            "logins": partial(self._once_folded, self._logins.run),
+        }
 
     def _settings(self, orders: Orders) -> HeadSettings:
         config, identity = self._config, self.known_log.read()
@@ -169,12 +172,13 @@ class HeadParts:
     def _metrics(self) -> Iterable[Metric]:
         return self.life.metrics()
 
-    def _alarms(self) -> list[str]:
+    def _alarms(self) -> list[Alarm]:
         lines = [*self.probe.alarms(), *self.life.alarms()]
         if self._logins is not None:
             lines += self._logins.alarms()
-        lines += [*self.exporters.alarms(), *unsaved_lines(self.coordinator.state)]
-        lines += filter(None, (hold_summary(self.coordinator.state),))
+        lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
+        if summary := hold_summary(self.coordinator.state):
+            lines.append(Alarm("decisions-held", summary))
         return lines + (self._certificates.alarms() if self._is_tls else [])
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.events.nats.server import ServerError
 from unicrond.events.trust.certificates import BadCertificate, first_certificate
 from unicrond.intake.tls import BadTls, Files, file_state
@@ -49,7 +50,7 @@ class Certificates:
         self._files = files
         self._server = server
         self._now = now
-        self._previous_alarms: list[str] = []
+        self._previous_alarms: list[Alarm] = []
         self._warn: datetime | None = None
         self._ends = datetime.max.replace(tzinfo=UTC)
         #: The API's TLS context; None: the API speaks in clear.
@@ -83,14 +84,16 @@ class Certificates:
         self.trouble = ""
         log.info("new certificates are in use until %s", self._ends.date())
 
-    def alarms(self) -> list[str]:
-        """Return what a person has to do about certificates, a line each."""
-        lines = [f"the new certificates are not in use: {self.trouble}"] if self.trouble else []
+    def alarms(self) -> list[Alarm]:
+        """Return what a person has to do about certificates."""
+        text = f"the new certificates are not in use: {self.trouble}"
+        lines = [Alarm("certificate-unused", text)] if self.trouble else []
         now = self._now()
         if self._warn is not None and now >= self._warn:
             days = max(0, (self._ends - now).days)
             when = f"ends in {days} days" if now < self._ends else "has expired"
-            lines.append(f"the certificate {self._files.cert} {when}: unicrond tls-init --renew")
+            text = f"the certificate {self._files.cert} {when}: unicrond tls-init --renew"
+            lines.append(Alarm("certificate-ends", text))
         return lines
 
     def _load(self) -> None:

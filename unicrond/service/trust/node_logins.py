@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
 from unicrond.events.nats.server import ServerError
 from unicrond.events.trust.logins import BadLogin, User, agent_login
@@ -64,7 +65,7 @@ class NodeLogins:
         self._now_us = now_us
         self._leads = leads
         self._has_shared = has_shared
-        self._previous_alarms: list[str] = []
+        self._previous_alarms: list[Alarm] = []
         #: Why the server's list is not the log's; "" where it is.
         self.trouble = ""
 
@@ -84,10 +85,11 @@ class NodeLogins:
             self._say()
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def alarms(self) -> list[str]:
-        """Return what a person has to do about logins, a line each."""
-        lines = [f"NATS does not know the newest logins: {self.trouble}"] if self.trouble else []
-        return [*lines, migration_line(self._state())] if self._has_shared else lines
+    def alarms(self) -> list[Alarm]:
+        """Return what a person has to do about logins."""
+        text = f"NATS does not know the newest logins: {self.trouble}"
+        alarms = [Alarm("logins-stale", text)] if self.trouble else []
+        return [*alarms, Alarm("logins-shared", migration_line(self._state()))] if self._has_shared else alarms
 
     def _say(self) -> None:
         """Log the alarms that are new."""

@@ -1,0 +1,97 @@
+"""Alarms by name, and what people do about them.
+
+Rules
+-----
+* An alarm is one line that a person has to look at. Its key is its name, and where there may be several of one name its
+  subject behind a colon: `outbox-backlog:node3`. Names are stable, and stand in NAMES with their meaning; the text
+  changes while it stands.
+* The state does not hold alarms: they follow from it, or from what a head sees. It holds what people do about them,
+  by key, at most ALARMS_MAX, until AlarmEnded says that the alarm no longer stands.
+
+| it is | comes by | ends by |
+|---|---|---|
+| acknowledged | AlarmAcknowledged | AlarmEnded |
+| silenced | AlarmSilenced; a later one counts | its time, AlarmEnded |
+| assigned | AlarmAssigned; a later one counts | AlarmEnded |
+
+* An alarm that is acknowledged or silenced is quiet: it notifies nobody, and is shown all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+ALARMS_MAX = 256
+
+#: Name -> what it means, and of what it stands.
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "appends-slow": "appends to the log take long",
+        "certificate-ends": "the head's certificate ends soon, or has ended",
+        "certificate-unused": "new certificates cannot be used",
+        "checkpoint-unsaved": "a task's last checkpoint was not written",
+        "decisions-held": "the brakes hold decisions back",
+        "log-large": "the log in NATS is larger than log.alarm_gib",
+        "log-truncated": "nodes have read entries that the log does not hold",
+        "log-unarchived": "the log is not copied to the archive",
+        "log-untrimmed": "old entries are not removed from NATS",
+        "logins-stale": "NATS does not know the newest logins",
+        "logins-shared": "NATS accepts a login that may do everything",
+        "message-unreadable": "a part of the cluster wrote what this head cannot read",
+        "node-isolated": "a node gets no workers",
+        "node-lost": "a node is silent",
+        "node-repair": "a node's hardware waits for a person",
+        "nodes-unheard": "the head hears none of its nodes",
+        "notification-failed": "a destination of notifications cannot be reached",
+        "outbox-backlog": "a node cannot append its observations",
+        "task-failed": "a task has failed, within the last hour",
+        "task-waiting": "a task has no workers, or fewer than it needs",
+        "tokens-unreadable": "api.tokens_file cannot be read",
+        "view-closed": "a view of the log ended by a bug",
+        "volume-full": "a volume of the log is nearly full",
+    }
+)
+
+
+class Alarm(str):
+    """The line of an alarm, with its name and its subject ("": there is one of this name)."""
+
+    __slots__ = ("name", "subject")
+
+    name: str
+    subject: str
+
+    def __new__(cls, name: str, text: str, subject: str = "") -> Alarm:
+        """Make the alarm; a name that is not in NAMES is a bug."""
+        if name not in NAMES:
+            raise ValueError(f"alarm {name}: is not in NAMES")
+        alarm = super().__new__(cls, text)
+        alarm.name, alarm.subject = name, subject
+        return alarm
+
+    @property
+    def key(self) -> str:
+        """Return what people call it by: name, or name:subject."""
+        return f"{self.name}:{self.subject}" if self.subject else self.name
+
+
+class AlarmHandling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What people did about an alarm, and the reason that came last. Times are by the log; 0 and "": nobody did.
+
+    A name is "-" where the API wants no token.
+    """
+
+    acknowledged_by: str = ""
+    acknowledged_us: int = 0
+    silenced_by: str = ""
+    silenced_until_us: int = 0
+    person: str = ""
+    assigned_by: str = ""
+    reason: str = ""
+
+    def is_quiet(self, now_us: int) -> bool:
+        """Return whether the alarm notifies nobody now."""
+        return bool(self.acknowledged_us) or now_us < self.silenced_until_us
