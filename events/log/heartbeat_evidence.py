@@ -19,7 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat, NodeLost, NodeReturned, SilenceEnded, SilenceHeld
+from unicrond.events.vocabulary import (
+    CoordinatorStarted,
+    Heartbeat,
+    NodeLost,
+    NodeReturned,
+    NodesLost,
+    SilenceEnded,
+    SilenceHeld,
+)
 from unicrond.events.wire.codec import COORDINATOR
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 
@@ -31,7 +39,7 @@ _BEFORE_NAMED_US = 1_000_000
 
 
 class NodeVerdict(NamedTuple):
-    """A NodeLost or NodeReturned of the log, or what it says of a silence of all nodes (`node`: ""). `named_seq`,
+    """A NodeLost or NodeReturned of the log, or what it says of many or all nodes (`node`: ""). `named_seq`,
     `named_us`: the beat that it names, 0 for none."""
 
     node: str
@@ -66,7 +74,7 @@ class NodeVerdicts:
                 proof = event.evidence
                 from_us = at_us - window_us(self._heartbeat_us)
                 verdicts.append(NodeVerdict(event.node, at_us, from_us, proof.beat_seq, proof.beat_at_us))
-            elif isinstance(event, SilenceHeld | SilenceEnded):
+            elif isinstance(event, NodesLost | SilenceHeld | SilenceEnded):
                 verdicts.append(NodeVerdict("", at_us, at_us - window_us(self._heartbeat_us), 0, 0))
         return verdicts
 

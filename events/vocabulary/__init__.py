@@ -48,7 +48,7 @@ from unicrond.events.vocabulary.memberships import (
     Member, MembershipDecided, MembershipPart, PeersDecided, PeersRemembered, SeatRun, workers_in,
 )
 from unicrond.events.vocabulary.node_decisions import (
-    DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, RepairEnded,
+    DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, NodesLost, RepairEnded,
     SilenceEnded, SilenceHeld,
 )
 from unicrond.events.vocabulary.node_requests import (
@@ -173,6 +173,7 @@ __all__ = [
     "NodeRevoked",
     "NodeRun",
     "NodeUncordoned",
+    "NodesLost",
     "Observation",
     "OptimizerSpec",
     "PeersDecided",
@@ -260,7 +261,7 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
-    | SilenceHeld | SilenceEnded
+    | SilenceHeld | SilenceEnded | NodesLost
     | DecisionHeld | HoldLifted
     | RepairEnded | AlarmEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
     | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed

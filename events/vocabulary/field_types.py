@@ -104,6 +104,7 @@ ErrorKind: TypeAlias = Literal[
     "left_early",
     "link_fault",
     "head_deaf",
+    "domain_lost",
 ]
 #: How a process came to its end: by itself with a code, by a signal, by one with a core dump, or by SIGKILL from the
 #: kernel's OOM killer. "maybe_oom_killed": this cannot be found out here, and no other cause is known.

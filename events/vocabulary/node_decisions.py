@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from unicrond.events.vocabulary.base import Decision, Value
@@ -28,6 +29,25 @@ class NodeLost(Decision, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """Say it in one sentence."""
         return f"node {self.node} lost: {self.reason}"
+
+
+class NodesLost(Decision, frozen=True, kw_only=True):
+    """So many nodes have fallen silent together that one cause is likeliest (a rack, a switch, power): their workers
+    count as lost, and no machine is to blame.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    nodes: tuple[Name, ...]
+    reason: Text
+
+    def sentence(self) -> str:
+        """Say it in one sentence."""
+        return f"{len(self.nodes)} nodes lost together ({', '.join(self.nodes)}): {self.reason}"
+
+    def nodes_named(self) -> Iterator[str]:
+        """Yield the nodes that it names."""
+        yield from self.nodes
 
 
 class NodeReturned(Decision, frozen=True, kw_only=True):

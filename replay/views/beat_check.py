@@ -37,7 +37,7 @@ GAP_US = 20_000_000
 
 
 #: What the coordinator concludes from heartbeats.
-Verdict: TypeAlias = v.NodeLost | v.NodeReturned | v.SilenceHeld | v.SilenceEnded
+Verdict: TypeAlias = v.NodeLost | v.NodesLost | v.NodeReturned | v.SilenceHeld | v.SilenceEnded
 
 
 class Unverifiable(Exception):
@@ -94,6 +94,8 @@ class BeatCheck:
             self._now_us = min(self._now_us + tick_us, until_us)
             self._hear_beats(liveness)
             for verdict in liveness.verdicts(state.nodes, self._now_us, state.silence):
+                for name in verdict.nodes if isinstance(verdict, v.NodesLost) else ():
+                    self._verdict_us[v.NodeLost, name] = self._now_us
                 self._verdict_us[type(verdict), getattr(verdict, "node", "")] = self._now_us
 
     def contradiction(self, verdict: Verdict, at_us: int) -> str:

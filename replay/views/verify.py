@@ -48,7 +48,16 @@ from unicrond.views.goodput_report import open_report, reading, report
 from unicrond.views.view import View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
-OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.SilenceHeld, v.SilenceEnded, v.RepairEnded, v.AlarmEnded)
+OBSERVED = (
+    v.DeadlineExpired,
+    v.NodeLost,
+    v.NodesLost,
+    v.NodeReturned,
+    v.SilenceHeld,
+    v.SilenceEnded,
+    v.RepairEnded,
+    v.AlarmEnded,
+)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {"method": "fresh", "duration_us": 0, "rows_reused": 0}
 

@@ -14,6 +14,7 @@ from tests.replay.logs import troubled
 from tests.unicrond.serving import Served, healed_cluster, serving
 from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
 from tests.unicrond.test_gpu_types import cluster_of as types_of
+from unicrond.core.state.alarms import Alarm
 from unicrond.intake.config import ApiConfig, Config
 from unicrond.intake.tokens import Scope, line_of, make_token
 from unicrond.replay.views.moments import Moments
@@ -63,6 +64,7 @@ async def test_page_shows_live_cluster(tmp_path: Path) -> None:
         await page.js("document.querySelector('#main input[type=search]').focus(); location.hash = 'log'")
         await page.until("document.querySelector('#filter') !== null")
         assert await page.js("document.activeElement === document.body")
+        await acknowledged_by_the_page(page, served)
         # Keys choose views, a phone has room, nothing came from elsewhere, nothing went wrong.
         await page.key("1")
         await page.until("location.hash === '#cluster'")
@@ -102,6 +104,23 @@ async def cordoned_by_the_page(page: Page, served: Served) -> None:
     await page.until("document.querySelector('dialog').innerText.includes('Ordered at entry')")
     assert served.coordinator.state.nodes["n2"].cordon.active
     await page.js("document.querySelector('dialog button').click(); location.hash = 'log'")
+
+
+async def acknowledged_by_the_page(page: Page, served: Served) -> None:
+    """An alarm stands with its name and a button; once acknowledged it says by whom, and all is well again."""
+    await page.js("location.hash = 'cluster'")
+    await page.until("document.querySelector('#verdict h2') !== null")
+    well = await page.js("document.querySelector('#verdict h2').innerText")
+    served.coordinator.add_alarms(lambda: [Alarm("volume-full", "the volume of /var is full", "state")])
+    button = "[...document.querySelectorAll('.todo button')].find((one) => one.innerText === 'Acknowledge…')"
+    await page.until(f"{button} && document.querySelector('.todo').innerText.includes('/var is full')", 30)
+    await page.js(f"{button}.click()")
+    await page.until("document.querySelector('dialog').open")
+    await page.js("document.querySelector('dialog button[value=yes]').click()")
+    await page.until("document.querySelector('dialog').innerText.includes('Ordered at entry')")
+    await page.js("document.querySelector('dialog button').click()")
+    await page.until("document.querySelector('.todo').innerText.includes('acknowledged by')", 30)
+    assert (await page.js("document.querySelector('#verdict h2').innerText")).startswith(well), "it needs nobody now"
 
 
 async def test_page_recovers_with_coordinator(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ ROWS = (
     Row("node_lost", SEV1, "kill the node", says="no heartbeat"),
 )
 #: They need a course of events of their own.
-APART = {"start_failed", "store_error", "left_early", "link_fault", "head_deaf"}
+APART = {"start_failed", "store_error", "left_early", "link_fault", "head_deaf", "domain_lost"}
 
 
 def test_fault_rows_cover_severity_table() -> None:

@@ -284,6 +284,7 @@ def _ends(scene: _Scene) -> None:
     term = cluster.state.term
     cluster.append(v.SilenceHeld(nodes=4, reason="by hand"), "coordinator", term)
     cluster.append(v.SilenceEnded(reason="by hand"), "coordinator", term)
+    cluster.append(v.NodesLost(nodes=("n9",), reason="by hand"), "coordinator", term)
     cluster.run()
     lead = cluster.state.tasks["big"].membership
     assert lead is not None

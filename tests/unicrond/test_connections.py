@@ -67,6 +67,7 @@ async def test_api_answers_beside_more_half_requests_than_connections() -> None:
         assert await ask(api.port) == (200, "fast")
         assert await asyncio.wait_for(readers[0].read(), 5) == b"", "the oldest is closed"
         assert api.connections.closed_for_room >= 32
+        assert [alarm.key for alarm in api.connections.alarms()] == ["api-crowded"]
         assert api.connections.count() <= 8
 
 

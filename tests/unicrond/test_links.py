@@ -337,6 +337,29 @@ def test_a_task_that_is_slow_for_no_workers_fault_has_its_links_probed() -> None
     assert len(cluster.members) == 3 and not cluster.said(v.WorkersWithdrawn)
 
 
+@pytest.mark.parametrize(("compute_us", "is_probed"), [(6, True), (5 + 200, False)])
+def test_worker_that_stands_out_a_little_explains_no_slow_task(compute_us: int, *, is_probed: bool) -> None:
+    """On a busy machine somebody always does. An iteration takes 600 longer; three replicas share the micro-batches."""
+    cluster = LinkedCluster(18, nodes=3, global_batch=12)
+    task = cluster.state.tasks["t"]
+    lead = next(iter(task.workers.values()))
+    slow = v.DegradationObserved(
+        node=lead.node,
+        task="t",
+        worker=lead.worker,
+        generation=task.generation,
+        iteration=9,
+        iteration_us=700,
+        usual_us=100,
+        slowest=lead.worker,
+        compute_us=compute_us,
+        others_us=5,
+    )
+    cluster.say(cluster.hosts[lead.node], slow)
+    cluster.run()
+    assert any(event.task for event in cluster.said(v.ProbeLinks)) is is_probed
+
+
 @pytest.mark.parametrize("worker", ["t.999", "t.0"])
 def test_degradation_of_no_member_has_no_link_probed(worker: str) -> None:
     """Whoever has a node's key could fill the log with orders and answers, and cost a healthy task an end."""

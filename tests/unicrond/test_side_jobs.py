@@ -48,10 +48,11 @@ async def test_failing_job_is_begun_again_later_each_time() -> None:
 
     await settle(clock, jobs.start("log-life", archive))
     assert clock.slept_s == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    (line,) = jobs.lines()
+    (line,) = jobs.alarms()
+    assert line.key == "job-failed:log-life"
     assert line.startswith("log-life has failed ") and line.endswith("OSError: [Errno 24] Too many open files")
     clock.now_s += 2 * WAIT_MAX_S
-    assert jobs.lines() == []
+    assert jobs.alarms() == []
 
 
 async def test_job_that_has_run_long_begins_its_waits_anew() -> None:
@@ -63,7 +64,7 @@ async def test_job_that_has_run_long_begins_its_waits_anew() -> None:
 
     await settle(clock, jobs.start("notifier", returns))
     assert clock.slept_s == [1, 1, 1]
-    assert "notifier has failed (1 in a row)" in jobs.lines()[0] and "ended without a reason" in jobs.lines()[0]
+    assert "notifier has failed (1 in a row)" in jobs.alarms()[0] and "ended without a reason" in jobs.alarms()[0]
 
 
 async def test_job_that_fails_while_it_is_cancelled_ends() -> None:

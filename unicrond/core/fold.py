@@ -119,6 +119,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeLeft: nodes.node_left,
     v.MachineReported: nodes.machine_reported,
     v.NodeLost: nodes.node_lost,
+    v.NodesLost: nodes.nodes_lost,
     v.NodeReturned: nodes.node_returned,
     v.SilenceHeld: silence.silence_held,
     v.SilenceEnded: silence.silence_ended,

@@ -169,7 +169,7 @@ def remark_of(entry: RecordedEvent, before: ClusterState, after: ClusterState) -
 
 
 #: What an incident of many nodes is made of.
-_OF_NODES = (v.NodeLost, v.NodeReturned, v.NodeJoined, v.NodeLeft)
+_OF_NODES = (v.NodeLost, v.NodesLost, v.NodeReturned, v.NodeJoined, v.NodeLeft)
 
 
 def belongs_to_incident(event: v.AnyEvent, incident: Incident, names: Iterable[str]) -> bool:
@@ -183,7 +183,7 @@ def belongs_to_incident(event: v.AnyEvent, incident: Incident, names: Iterable[s
     if isinstance(event, v.PlanAdopted | v.CoordinatorStarted):
         return True
     if isinstance(event, v.SilenceHeld | v.SilenceEnded) or (not incident.node and isinstance(event, _OF_NODES)):
-        return incident.kind == "head_deaf"
+        return incident.kind == "head_deaf" or any(name in incident.nodes for name in event.nodes_named())
     if incident.node and getattr(event, "node", None) == incident.node and not isinstance(event, v.StepCommitted):
         return True
     return any(task in incident.generations for task in event.tasks_named())

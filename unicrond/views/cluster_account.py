@@ -131,7 +131,15 @@ def _topic_of(event: v.AnyEvent, before: ClusterState, after: ClusterState) -> T
             return "tasks"
         case v.NodeJoined() if event.node not in before.nodes or before.nodes[event.node].status is not NodeStatus.UP:
             return "nodes"
-        case v.NodeLost() | v.NodeReturned() | v.NodeLeft() | v.NodeIsolated() | v.NodeReadmitted() | v.NodeForgotten():
+        case (
+            v.NodeLost()
+            | v.NodesLost()
+            | v.NodeReturned()
+            | v.NodeLeft()
+            | v.NodeIsolated()
+            | v.NodeReadmitted()
+            | v.NodeForgotten()
+        ):
             return "nodes"
         case v.DecisionHeld() | v.HoldLifted():
             return "nodes" if event.node else "tasks"

@@ -7,7 +7,9 @@ Rules
 * Kinds that only a machine explains are hardware. An end of which the program's own last words tell (a line of Python's
   such as `FileNotFoundError: ...`) is the program's, whatever its kind. What is neither is unknown.
 * Incidents of one kind are one group if their signatures are equal: the last words for a program, else the message,
-  both without the names and numbers that differ each time. Hardware is grouped by kind alone.
+  both without the names and numbers that differ each time. A program's words have the signature by which its crashes
+  are told apart (core/faults/program_faults.py: no paths either); a signal's end is told apart by the function in
+  which the process died, where it wrote that. Hardware is grouped by kind alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from unicrond.core.faults import program_faults
 from unicrond.core.state.state import Incident
 from unicrond.events.vocabulary.phrases import clean, count
 
@@ -25,7 +28,17 @@ Cause: TypeAlias = Literal["hardware", "unknown", "program"]
 CAUSES: tuple[Cause, ...] = ("hardware", "unknown", "program")
 
 _HARDWARE = frozenset(
-    {"node_lost", "ecc_error", "nvlink_error", "driver_error", "dma_error", "gpu_broken", "gpu_fault", "corruption"}
+    {
+        "node_lost",
+        "domain_lost",
+        "ecc_error",
+        "nvlink_error",
+        "driver_error",
+        "dma_error",
+        "gpu_broken",
+        "gpu_fault",
+        "corruption",
+    }
 )
 _PROGRAM = frozenset({"exception", "nan_loss", "data_error", "left_early"})
 _LAST_WORDS = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Iteration)(?:: .*)?$")
@@ -73,11 +86,18 @@ def signature_of(incident: Incident) -> str:
     """Return what incidents of one group have in common beside their kind."""
     if incident.kind in _HARDWARE:
         return ""
-    text = last_words(incident) or clean(incident.message.partition("\n")[0])
+    if words := last_words(incident):
+        return program_faults.signature_of(_without_names(incident, words))[:_SIGNATURE_MAX]
+    text = _CHANGING.sub("#", _without_names(incident, clean(incident.message.partition("\n")[0])))
+    place = program_faults.crash_place(incident.log_tail)
+    return f"{text[: _SIGNATURE_MAX - len(place)]}{place}"
+
+
+def _without_names(incident: Incident, text: str) -> str:
     for name in (incident.worker, incident.node, *incident.tasks):
         if name:
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "*", text)
-    return _CHANGING.sub("#", text)[:_SIGNATURE_MAX]
+    return text
 
 
 def incident_groups(incidents: Iterable[Incident]) -> list[IncidentGroup]:

@@ -17,10 +17,10 @@ Rules
 * No plan puts both ends of a silent pair into one task (planning/placement.py). So no end is evicted twice.
 * The pair is watched by both agents, which say when it is good again: for two probes, and after each time that it was
   bad again within CALM_US of its return for twice as long (PATIENCE_US; at most PATIENCE_MAX_US). Then plans use it.
-* So are those of a task that has become slow while no worker stands out (DegradationObserved). A link that is slow by
-  both ends' word (it loses or delays) is told. It is barred like a silent one until it is good where the task's
-  iterations take more than WORTH times as long as they usually would without the cheaper end, the others taking its
-  work over; or where a group has stood still twice in a row and no link is silent: then the slow one has stopped it.
+* So are those of a task that has become slow while no worker explains half of it (DegradationObserved). A link that is
+  slow by both ends' word (it loses or delays) is told. It is barred like a silent one until it is good where the
+  task's iterations take more than WORTH times as long as they usually would without the cheaper end, the others taking
+  its work over; or where a group has stood still twice in a row and no link is silent: the slow one has stopped it.
 
 What does not live here: probes (the agents), when they are ordered and what follows (deciding/links.py).
 """

@@ -146,8 +146,7 @@ def _judge_signal(number: int, tail: str, iteration: int) -> FaultVerdict:
         name = f"signal {number}"
     if number in _OUTSIDE:
         return FaultVerdict(Guilt.UNKNOWN, name, "", "process_exit", iteration)
-    frame = _FRAME.search(tail)
-    where = f" in {frame[2]} of {frame[1].rpartition('/')[2]}" if frame else ""
+    where = crash_place(tail)
     guilt = Guilt.PROGRAM if number == signal.SIGXCPU else Guilt.UNKNOWN
     return FaultVerdict(guilt, f"{name}{where}", f"{name}{where}", "process_exit", iteration)
 
@@ -159,6 +158,13 @@ def _last_exception(tail: str) -> str:
         return ""
     lines = [line.strip() for line in rest.splitlines()]
     return next((line for line in lines if _TRACEBACK_END.match(line)), "")
+
+
+def crash_place(tail: str) -> str:
+    """Return in which function a process died of a signal, by what it wrote last (faulthandler): " in launch of
+    kernel.py"; "" where it wrote nothing."""
+    frame = _FRAME.search(tail)
+    return f" in {frame[2]} of {frame[1].rpartition('/')[2]}" if frame else ""
 
 
 def signature_of(text: str) -> str:

@@ -20,6 +20,7 @@ from unicrond.events import vocabulary as v
 
 SEVERITY: dict[str, Severity] = {
     "node_lost": Severity.SEV1,
+    "domain_lost": Severity.SEV1,
     "ecc_error": Severity.SEV1,
     "nvlink_error": Severity.SEV1,
     "driver_error": Severity.SEV1,
@@ -57,6 +58,7 @@ RESPONSE: dict[Severity, str] = {
 #: the head hears nobody, nothing has failed that could be replaced.
 IMPOSSIBLE: dict[str, tuple[Severity, ...]] = {
     "node_lost": (Severity.SEV2, Severity.SEV3),
+    "domain_lost": (Severity.SEV2, Severity.SEV3),
     "process_exit": (Severity.SEV3,),
     "start_failed": (Severity.SEV3,),
     "head_deaf": (Severity.SEV1, Severity.SEV2),
@@ -68,6 +70,8 @@ def kind_of(event: v.AnyEvent) -> str:
     match event:
         case v.NodeLost():
             return "node_lost"
+        case v.NodesLost():
+            return "domain_lost"
         case v.SilenceHeld():
             return "head_deaf"
         case v.ErrorReported():

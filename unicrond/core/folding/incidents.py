@@ -29,7 +29,8 @@ from unicrond.events.vocabulary import StateSource
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """A failure that was observed. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was. `lost_peers`, `links`, `is_program_fault`: see Incident."""
+    clock. `place`: where in its work the worker was. `lost_peers`, `links`, `is_program_fault`, `nodes`: see
+    Incident."""
 
     kind: str
     node: str
@@ -42,6 +43,7 @@ class Fact:
     lost_peers: dict[str, str] = field(default_factory=dict)
     links: dict[str, tuple[str, ...]] = field(default_factory=dict)
     is_program_fault: bool = False
+    nodes: tuple[str, ...] = ()
 
 
 def is_symptom(incident: Incident) -> bool:
@@ -141,6 +143,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         lost_peers=fact.lost_peers,
         links=fact.links,
         is_program_fault=fact.is_program_fault,
+        nodes=fact.nodes,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 
@@ -153,8 +156,10 @@ def lose_workers_of(
     kind: str,
     message: str,
     occurred_us: int,
+    nodes: tuple[str, ...] = (),
 ) -> ClusterState:
-    """Open one incident for all workers that were lost with a node; it takes over the incidents that it explains."""
+    """Open one incident for all workers that were lost with a node, or with many `nodes` (`node`: ""); it takes over
+    the incidents that it explains."""
     generations = {
         task: broken_generation(state.tasks[task], workers)
         for task, workers in workers_by_task.items()
@@ -163,13 +168,22 @@ def lose_workers_of(
     explained = [
         incident
         for incident in state.incidents.values()
-        if incident.node == node or (is_symptom(incident) and any(task in generations for task in incident.tasks))
+        if incident.node in (nodes or (node,))
+        or (is_symptom(incident) and any(task in generations for task in incident.tasks))
     ]
     for incident in explained:
         generations = incident.generations | generations
         occurred_us = min(occurred_us, incident.occurred_us)
     state = replace(state, incidents={k: i for k, i in state.incidents.items() if i not in explained})
-    fact = Fact(kind=kind, node=node, worker="", generations=generations, message=message, occurred_us=occurred_us)
+    fact = Fact(
+        kind=kind,
+        node=node,
+        worker="",
+        generations=generations,
+        message=message,
+        occurred_us=occurred_us,
+        nodes=nodes,
+    )
     state = open_incident(state, fact)
     opened = state.incidents[f"i{state.seq}"]
     symptoms = sum(1 + incident.symptoms for incident in explained)

@@ -118,14 +118,24 @@ def meeting_is_long(state: ClusterState, _kind: str, subject: str) -> ClusterSta
 
 
 def degradation_observed(state: ClusterState, event: v.DegradationObserved, _: Envelope) -> ClusterState:
-    """Have the links of a task probed that is slow, though no worker stands out: a link may be."""
+    """Have the links of a task probed that is slow, though no worker explains it: a link may."""
     task = state.tasks.get(event.task)
-    if task is None or event.slowest or event.generation != task.generation or event.worker not in task.member_names:
+    if task is None or event.generation != task.generation or event.worker not in task.member_names:
+        return state
+    if event.slowest and _explains_slowdown(task, event):
         return state
     probed_us = task.group.probing.ordered_us
     if len(probed_nodes(state, task)) < 2 or (probed_us and state.now_us < probed_us + REPEAT_US):
         return state
     return _with_probing(state, task, replace(task.group.probing, overdue=True, usual_us=event.usual_us))
+
+
+def _explains_slowdown(task: Task, event: v.DegradationObserved) -> bool:
+    """Return whether what the slowest worker takes longer than the others makes up half of the slowdown: on a busy
+    machine somebody always stands out a little."""
+    replicas = max(1, len(task.member_names) // task.spec.replica_workers)
+    share = -(-task.spec.micro_batches // replicas)
+    return 2 * (event.compute_us - event.others_us) * share >= event.iteration_us - event.usual_us
 
 
 def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: Envelope) -> ClusterState:

@@ -177,6 +177,33 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     return silence.lose_workers(state, event.node, v.NodeLost)
 
 
+def nodes_lost(state: ClusterState, event: v.NodesLost, envelope: Envelope) -> ClusterState:
+    """Record that these nodes are lost together, and each of their live workers with them: one incident, no flap."""
+    names = [name for name in event.nodes if name in state.nodes and state.nodes[name].status is NodeStatus.UP]
+    workers: dict[str, list[str]] = {}
+    for name in names:
+        state = silence.excused(injections.forget_injections(state, name), name)
+        state = with_node(state, replace(state.nodes[name], status=NodeStatus.LOST, reason=event.reason))
+        state = isolation.check_lost(state, name, "the node was lost")
+        if not state.nodes[name].may_go:
+            for task, live in silence.live_workers(state, name).items():
+                workers[task] = [*workers.get(task, []), *live]
+    unforeseen = tuple([name for name in names if not state.nodes[name].may_go])
+    if unforeseen:
+        state = incidents.lose_workers_of(
+            state,
+            "",
+            workers,
+            kind="domain_lost",
+            message=f"{len(unforeseen)} nodes were lost together: {event.reason}"[:1024],
+            occurred_us=envelope.observed_at_us,
+            nodes=unforeseen,
+        )
+    for name in names:
+        state = silence.lose_workers(state, name, type(event))
+    return state
+
+
 def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> ClusterState:
     """Record that a lost node is up again."""
     node = state.nodes.get(event.node)

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import msgspec
 
 from unicrond.core.nodes.deafness import Deafness, Hearing
+from unicrond.core.nodes.outages import is_outage, waits_for
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Node, NodeStatus, Silence
 from unicrond.events import vocabulary as v
@@ -253,6 +254,11 @@ class Liveness:
             is_lost=silence is not None and silence.are_lost,
         )
         if phase in ("judges", "loses"):
+            count, longest_us = len(self._up), max(overdue.values(), default=0)
+            if longest_us <= limit_us + self.late_us and waits_for(len(late), len(overdue), count):
+                return returned
+            if phase == "judges" and is_outage(len(overdue), count):
+                return [_outage(overdue, limit_us), *returned]
             return [*self._losses(overdue, limit_us), *returned]
         if phase == "holds":
             longest_us = max(overdue.values())
@@ -379,3 +385,10 @@ class Liveness:
     def _evidence(self, name: str) -> Evidence:
         beat = self.beats.get(name)
         return Evidence(beat_seq=beat.seq if beat else 0, beat_at_us=beat.at_us if beat else 0)
+
+
+def _outage(overdue: Mapping[str, int], limit_us: int) -> v.NodesLost:
+    """Return the loss of nodes that fell silent together."""
+    longest_us = max(overdue.values())
+    reason = f"no heartbeat of any of them for up to {longest_us / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)"
+    return v.NodesLost(nodes=tuple(overdue), reason=reason)

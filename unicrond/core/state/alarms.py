@@ -29,11 +29,13 @@ ALARMS_MAX = 256
 #: Name -> what it means, and of what it stands.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
+        "api-crowded": "connections of the API were closed, since there were too many",
         "appends-slow": "appends to the log take long",
         "certificate-ends": "the head's certificate ends soon, or has ended",
         "certificate-unused": "new certificates cannot be used",
         "checkpoint-unsaved": "a task's last checkpoint was not written",
         "decisions-held": "the brakes hold decisions back",
+        "job-failed": "a job beside the head fails, and is begun again",
         "log-large": "the log in NATS is larger than log.alarm_gib",
         "log-truncated": "nodes have read entries that the log does not hold",
         "log-unarchived": "the log is not copied to the archive",

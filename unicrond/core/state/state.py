@@ -23,6 +23,7 @@ from unicrond.core.state.hang_tally import Lateness
 from unicrond.core.state.holds import Brakes, StandingHold
 from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
+from unicrond.core.state.node_parts import NodeLogin as NodeLogin
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
     Copies,
@@ -257,7 +258,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
     iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
     that no survivor could keep. `is_program_fault`: the task's own program is at fault, and no node pays for it.
-    `stacks`: of a group that hung, place -> the workers that stood there (folding/stacks.py).
+    `stacks`: of a group that hung, place -> the workers that stood there (folding/stacks.py). `nodes`: those that were
+    lost together (nodes/outages.py).
     """
 
     id: str
@@ -290,6 +292,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     micro_batches_lost: int = 0
     is_program_fault: bool = False
     stacks: dict[str, tuple[str, ...]] = {}
+    nodes: tuple[str, ...] = ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -301,6 +304,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Say where it happened: on a worker, on a node, or between the head and all of them."""
         if self.worker:
             return f"worker {self.worker} on {self.node}"
+        if self.nodes:
+            return f"nodes {', '.join(self.nodes)}"
         return f"node {self.node}" if self.node else "the head"
 
 
@@ -347,14 +352,6 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fault: Fault
 
 
-class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else this ends; 0: never."""
-
-    key: str
-    expires_us: int = 0
-    is_used: bool = False
-
-
 class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A maintenance window (drains.py). `near`: it is time to empty its nodes."""
 
@@ -387,8 +384,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
     without end. `links`: those that are bad, or were of late (faults/links.py). `alarms`: what people did about them,
     by key (alarms.py). `brakes`: of the present coordinator; `holds`: decisions that are not carried out, by
-    `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py).
-    `silence`: the one that stands (nodes/deafness.py).
+    `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py). `silence`: the one that stands (deafness.py).
     `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`.
     """
 

@@ -43,6 +43,7 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.IncidentEscalated: GIVEN_UP,
     v.WorkersWithdrawn: GIVEN_UP,
     v.NodeLost: dict.fromkeys(WorkerStatus, _S.LOST),
+    v.NodesLost: dict.fromkeys(WorkerStatus, _S.LOST),
     v.SilenceEnded: dict.fromkeys(WorkerStatus, _S.LOST),  # of nodes that were lost in the silence
     v.NodeLeft: _REMOVAL,
     v.NodeForgotten: _REMOVAL,  # a start may have been decided before the node was seen to leave

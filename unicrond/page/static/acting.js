@@ -47,12 +47,13 @@ export function nodeButtons(source, node) {
     source.inject && h("button", { class: "danger", onclick: () => inject(source, { node: node.name }, ["kill", "drop_network"]) }, "Inject…"));
 }
 
-export function alarmButtons(source, alarm) {
+/** `needs`: nobody has acknowledged or silenced it yet. */
+export function alarmButtons(source, alarm, needs) {
   if (!mayOperate(source)) return null;
   const path = (verb) => `v1/alarms/${encodeURIComponent(alarm)}/${verb}`;
   const button = (text, title, yes, verb, body, fields) => h("button", { class: "small", onclick: () => order(source, title, yes, path(verb), body, fields) }, text);
-  return [" ", button("Acknowledge…", `Acknowledge ${alarm}? It notifies nobody until it is over and comes back.`, "Acknowledge", "acknowledge", ({ reason }) => ({ reason })),
-    button("Silence…", `Silence ${alarm} for a while?`, "Silence", "silence", ({ reason, hours }) => ({ reason, for_s: 3600 * Number(hours) }), [field("hours", "hours", { type: "number", min: 1, max: 720, value: 2, required: true })]),
+  return [needs && [button("Acknowledge…", `Acknowledge ${alarm}? It notifies nobody until it is over and comes back.`, "Acknowledge", "acknowledge", ({ reason }) => ({ reason })),
+    button("Silence…", `Silence ${alarm} for a while?`, "Silence", "silence", ({ reason, hours }) => ({ reason, for_s: 3600 * Number(hours) }), [field("hours", "hours", { type: "number", min: 1, max: 720, value: 2, required: true })])],
     button("Assign…", `Whose is ${alarm}?`, "Assign", "assign", ({ reason, person }) => ({ reason, person }), [field("person", "person", { required: true, maxlength: 63 })])];
 }
 

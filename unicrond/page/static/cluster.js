@@ -68,7 +68,7 @@ export class Cluster {
     const isQuiet = ({ handling }) => /^(acknowledged|silenced)/.test(handling ?? "");
     const todo = all.filter((row) => !isQuiet(row)), quiet = all.filter(isQuiet);
     const line = ({ what, remedy, place, alarm, handling }) => h("li", {}, place ? h("a", { href: `#${place}` }, what) : what,
-      handling && h("span", { class: "handling" }, handling), remedy && [" ", h("code", { class: "faint" }, remedy)], alarm && alarmButtons(this.source, alarm));
+      handling && h("span", { class: "handling" }, ` — ${handling}`), remedy && [" ", h("code", { class: "faint" }, remedy)], alarm && alarmButtons(this.source, alarm, !isQuiet({ handling })));
     show(this.verdict, h("h2", { class: todo.length ? "bad" : "good" }, todo.length ? `${todo.length} ${todo.length === 1 ? "thing needs" : "things need"} somebody` : "All is well", quiet.length > 0 && h("span", { class: "faint" }, ` · ${quiet.length} acknowledged or silenced`)),
       all.length > 0 && h("ul", { class: "todo" }, [...todo, ...quiet].slice(0, 12).map(line),
         all.length > 12 && h("li", { class: "faint" }, `and ${all.length - 12} more: unicronctl alarms`)));

@@ -8,6 +8,7 @@
 const ENTRIES_MAX = 5000;
 const BACKLOG = 2000;
 const VIEW_MS = 1000;
+const HEALTH_MS = 5000;
 
 export class Refused extends Error {
   constructor(text, status) { super(text); this.status = status; }
@@ -52,7 +53,9 @@ export class Source extends EventTarget {
     await this.look();
     if (this.replay) { await this.readEntries(); return; }
     this.follow();
-    setInterval(() => { if (this.dirty && !this.waiting && !document.hidden) this.look().catch(() => {}); }, VIEW_MS);
+    // An alarm of the head, and a log that takes nothing, bring no entry: they are asked for.
+    const isOld = () => !this.replay && Date.now() - this.lookedMs > HEALTH_MS;
+    setInterval(() => { if ((this.dirty || isOld()) && !this.waiting && !document.hidden) this.look().catch(() => {}); }, VIEW_MS);
     document.addEventListener("visibilitychange", () => { this.dirty = true; });
   }
 
@@ -60,6 +63,7 @@ export class Source extends EventTarget {
   async look() {
     this.waiting = true;
     this.dirty = false;
+    this.lookedMs = Date.now();
     const asked = ++this.asked;
     try {
       const told = await this.ask("v1/view");

@@ -25,6 +25,8 @@ from typing import cast
 
 from aiohttp import web
 
+from unicrond.core.state.alarms import Alarm
+
 log = logging.getLogger(__name__)
 
 HEAD_S = 10.0
@@ -60,7 +62,9 @@ class ApiConnections:
         #: How many were closed since there were too many, and since their request did not come.
         self.closed_for_room = 0
         self.closed_late = 0
-        self._said_at_s = float("-inf")
+        self._said_at_s = self._crowded_at_s = float("-inf")
+        #: The address that had the most, when one was closed for room last.
+        self._crowd = ""
 
     @web.middleware
     async def middleware(
@@ -94,6 +98,13 @@ class ApiConnections:
             sweeper.cancel()
             server.close()
 
+    def alarms(self) -> list[Alarm]:
+        """Return the alarm that connections were closed for room within the last minute."""
+        if self._now_s() - self._crowded_at_s >= _SAY_AGAIN_S:
+            return []
+        text = f"the API has closed {self.closed_for_room} connections that sent no request, to have room for others"
+        return [Alarm("api-crowded", f"{text}; most were of {self._crowd}")]
+
     def count(self) -> int:
         """Count the open connections."""
         return len(self._by_protocol)
@@ -107,6 +118,7 @@ class ApiConnections:
             if oldest is None:
                 return False
             self.closed_for_room += 1
+            self._crowded_at_s, self._crowd = self._now_s(), oldest.address
             self._say(f"more than {self._most} connections; those of {oldest.address} that send no request are closed")
             self._close(oldest)
         self._by_protocol[connection.inner] = connection

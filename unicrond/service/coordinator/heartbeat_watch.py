@@ -12,7 +12,7 @@ from contextlib import aclosing
 from unicrond.core.nodes.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness, VerdictLimiter
 from unicrond.core.state.state import ClusterState, Node
 from unicrond.events.log.event_log import BeatLog
-from unicrond.events.vocabulary import AnyEvent, Heartbeat, NodeJoined, NodeLost
+from unicrond.events.vocabulary import AnyEvent, Heartbeat, NodeJoined, NodeLost, NodesLost
 from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.service.coordinator.clock import Clock
 
@@ -43,7 +43,7 @@ class NodeWatch:
         """Note an event that the coordinator has folded. `live`: it has just happened."""
         if isinstance(event, NodeJoined):
             self.liveness.on_join(event.node, self._clock.monotonic_us())
-        elif isinstance(event, NodeLost) and live:
+        elif isinstance(event, NodeLost | NodesLost) and live:
             self._lost_us = self._clock.monotonic_us()
 
     async def beat(self, term: int) -> None:

@@ -45,7 +45,7 @@ from unicrond.intake.config import Config, login_as
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tls import Tls
 from unicrond.service.api.api import Api
-from unicrond.service.api.connections import ApiConnections, connections_max
+from unicrond.service.api.connections import ApiConnections
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.clock import CLOCK
@@ -56,7 +56,6 @@ from unicrond.service.event_log.durability_checks import Promises
 from unicrond.service.event_log.known_event_log import KnownLog
 from unicrond.service.head.head import Head, other_heads, this_process
 from unicrond.service.head.parts import HeadParts, Links, Orders, access_of, server_of
-from unicrond.service.head.side_jobs import SideJobs
 from unicrond.service.head.startup import StartupStatus, StoppedBySignal, porch, reach, unless_stopped
 from unicrond.service.trust.certificates import Certificates
 
@@ -222,16 +221,15 @@ async def _serve_until_stopped(
     head = None
     if links.lease is not None:
         head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
-    promises, side_jobs = _promises(config, links, head), SideJobs()
-    process = ProcessStatus(lambda: keeper.trouble, head, lambda: [*promises.lines, *side_jobs.lines()])
+    promises = _promises(config, links, head)
+    process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
     api = Api(config, coordinator, parts.event_log, LogReader(links.asking), access_of(config), process)
-    connections = ApiConnections(connections_max())
-    runner = web.AppRunner(api.application(connections.middleware), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(api.application(parts.connections.middleware), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     listening = AsyncExitStack()
     try:
         await outside.aclose()
-        await _open(listening, connections, runner, config, certificates)
+        await _open(listening, parts.connections, runner, config, certificates)
         runs = {
             "coordinator": head.run() if head is not None else coordinator.run(),
             "log-keeper": keeper.run(),
@@ -246,7 +244,7 @@ async def _serve_until_stopped(
             beside["nats-server"] = partial(_keep_running, server)
         if config.nats_tls or config.api_tls:
             beside["certificates"] = certificates.run
-        work += [side_jobs.start(name, job) for name, job in beside.items()]
+        work += [parts.side_jobs.start(name, job) for name, job in beside.items()]
         watchdog = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # a standby is ready too
         work.append(asyncio.create_task(watchdog, name="systemd"))
         return await _until_stopped(work, orders.stop)

@@ -31,6 +31,7 @@ from unicrond.intake.config import Config, embedded_tls, login, read_secret
 from unicrond.intake.tls import BadTls
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
+from unicrond.service.api.connections import ApiConnections, connections_max
 from unicrond.service.coordinator.alarms import unsaved_alarms
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -43,7 +44,7 @@ from unicrond.service.event_log.retention import LogLife
 from unicrond.service.event_log.statistics import AppendTimes
 from unicrond.service.event_log.stream_probe import StreamProbe
 from unicrond.service.head.exporters import Exporters
-from unicrond.service.head.side_jobs import Job
+from unicrond.service.head.side_jobs import Job, SideJobs
 from unicrond.service.head.startup import StartupStatus
 from unicrond.service.trust.certificates import Certificates
 from unicrond.service.trust.membership_certificates import Warrants
@@ -85,6 +86,7 @@ class HeadParts:
         self._links = links
         self._roles = roles
         self._certificates = certificates
+        self.side_jobs, self.connections = SideJobs(), ApiConnections(connections_max())
         self._logins: NodeLogins | None = None
         self.known_log = KnownLog(Path(config.state_dir))
         live = asyncio.Event()
@@ -173,7 +175,7 @@ class HeadParts:
         return self.life.metrics()
 
     def _alarms(self) -> list[Alarm]:
-        lines = [*self.probe.alarms(), *self.life.alarms()]
+        lines = [*self.probe.alarms(), *self.life.alarms(), *self.side_jobs.alarms(), *self.connections.alarms()]
         if self._logins is not None:
             lines += self._logins.alarms()
         lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]

@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple, TypeAlias
 
+from unicrond.core.state.alarms import Alarm
+
 log = logging.getLogger("unicrond")
 
 #: Runs until it is cancelled.
@@ -47,10 +49,14 @@ class SideJobs:
         """Start a job, and return the task that keeps it until it is cancelled."""
         return asyncio.create_task(self._keep(name, job), name=name)
 
-    def lines(self) -> list[str]:
-        """Return what fails at this moment, a line each."""
+    def alarms(self) -> list[Alarm]:
+        """Return what fails at this moment."""
         return [
-            f"{name} has failed ({failure.in_a_row} in a row), and is begun again: {failure.error}"
+            Alarm(
+                "job-failed",
+                f"{name} has failed ({failure.in_a_row} in a row), and is begun again: {failure.error}",
+                name,
+            )
             for name, failure in sorted(self.failures.items())
             if self._now_s() - failure.at_s < 2 * WAIT_MAX_S
         ]
