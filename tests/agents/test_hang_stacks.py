@@ -192,6 +192,17 @@ async def test_stopped_process_is_not_asked(stopped: int, monkeypatch: pytest.Mo
     assert worker.trouble.startswith("its process is stopped")
 
 
+async def test_py_spy_that_cannot_be_run_costs_its_own_stack_alone(
+    stopped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: "/")
+    desk = Desk(Sight(stopped), "t.1", "t.2")
+    desk.keeper.take(TakeStacks(task="t", generation=1, processes={"t.1": stopped, "t.2": 12}))
+    desk.reply("t.2", "Thread MainThread")
+    silent, other = (await desk.event()).workers
+    assert "/ cannot be run" in silent.trouble and other.stack == 1
+
+
 async def test_end_of_the_agent_lets_the_kill_through() -> None:
     desk, kills = Desk(Sight(), "t.1"), []
     desk.keeper.take(TakeStacks(task="t", generation=1, processes={"t.1": 11}))

@@ -140,6 +140,45 @@ def test_persons_cordons_neither_count_nor_stop() -> None:
     assert cluster.state.nodes["n0"].cordon.draining
 
 
+def test_held_node_whose_failure_is_expected_goes_only_while_it_can_be_spared() -> None:
+    cluster = cluster_of(8, workers=2)
+    break_gpu(cluster, "n0")
+    break_gpu(cluster, "n1")
+    foretold = v.AcceleratorReported(
+        node="n7", accelerator="GPU-1", worker="", kind=None, xid=92, message="XID 92: test", predicts_failure=True
+    )
+    cluster.say(cluster.hosts["n7"], foretold)
+    rest(cluster)
+    assert held(cluster) == ["n7"]
+    needed = v.TaskUpdated(task="t0", min_workers=6, max_workers=6, reason="test")
+    cluster.append(needed, "api", cluster.state.term)
+    rest(cluster)
+    raise_limit(cluster)
+    rest(cluster)
+    assert isolated(cluster) == ["n0", "n1"] and len(members(cluster, "t0")) == 6, "the task needs it"
+    assert not held(cluster)
+    cluster.add_host("n8")
+    rest(cluster)
+    assert "n7" in isolated(cluster) and len(members(cluster, "t0")) == 6
+
+
+def test_drain_of_held_node_ends_its_hold_and_counts_nowhere() -> None:
+    """It is what the alarm tells people to do."""
+    cluster = cluster_of(8, isolations_per_hour=2)
+    for number in range(3):
+        break_gpu(cluster, f"n{number}")
+    assert held(cluster) == ["n2"]
+    counted = cluster.state.isolations_us
+    cluster.cordon("n2", drain=True)
+    rest(cluster)
+    assert "n2" in isolated(cluster) and not cluster.state.holds and cluster.state.isolations_us == counted
+    break_gpu(cluster, "n3")
+    assert held(cluster) == ["n3"], "two by itself are as many as before"
+    cluster.uncordon("n2")
+    rest(cluster)
+    assert "n2" not in isolated(cluster) and held(cluster) == ["n3"]
+
+
 def test_uncordon_of_held_node_answers_for_it() -> None:
     cluster = cluster_of(4)
     break_gpu(cluster, "n0")

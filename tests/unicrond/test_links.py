@@ -243,6 +243,22 @@ def test_a_new_agent_is_told_to_watch_and_its_peer_to_watch_the_new_one() -> Non
     assert len(cluster.said(v.ProbeLinks)) == before + 2, "once"
 
 
+def test_an_order_that_a_new_agent_has_overtaken_is_given_again() -> None:
+    """The watch was decided before the peer's new agent joined, and comes after it: it names a port that is gone."""
+    cluster = LinkedCluster(9, nodes=3)
+    cluster.cut("n0", "n1")
+    overtaken = [event for event in cluster.said(v.ProbeLinks) if event.node == "n0" and not event.task][-1]
+    cluster.port = 10
+    cluster.add_host("n1")
+    number = cluster.state.nodes["n0"].commands + 1
+    again = replace(overtaken, command_id=f"{cluster.state.term}.0.n0.{number}")
+    cluster.append(again, "coordinator", cluster.state.term)
+    before = len(cluster.said(v.ProbeLinks))
+    cluster.run()
+    orders = [event for event in cluster.said(v.ProbeLinks)[before:] if event.node == "n0"]
+    assert [(peer.node, peer.port) for event in orders for peer in event.peers] == [("n1", 10)]
+
+
 def test_a_forgotten_node_takes_its_links_along() -> None:
     cluster = LinkedCluster(10, nodes=3)
     cluster.cut("n0", "n1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_program_faults import cluster_of, crash_until_over, end, poison, said, steps_of
@@ -115,7 +116,25 @@ def test_exception_without_free_node_stays_where_it_is() -> None:
     assert not said(cluster, v.NodeIsolated)
 
 
-@pytest.mark.parametrize("how", ["agent", "person"])
+def test_failed_task_with_local_fault_readmits_no_flapping_node() -> None:
+    """It has trained elsewhere, and failed by something else: that says nothing for the node."""
+    cluster = cluster_of(3)
+    cluster.policy = replace(cluster.policy, flaps_max=2, flap_window_s=1e6, isolation_s=1e6)
+    cluster.submit("big", max_workers=1)
+    cluster.run()
+    bad = place_of(cluster, "big")
+    run_there(cluster, "big", bad)
+    cluster.append(v.TaskFailed(task="big", reason="test"), "coordinator", cluster.state.term)
+    for _ in range(2):
+        cluster.lose(cluster.hosts[bad])
+        back = v.NodeReturned(node=bad, evidence=v.Evidence(beat_seq=1, beat_at_us=1))
+        cluster.append(back, "coordinator", cluster.state.term)
+        cluster.run_but_isolation()
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [bad]
+    assert not said(cluster, v.NodeReadmitted)
+
+
+@pytest.mark.parametrize("how", ["agent", "person", "forget"])
 def test_local_fault_is_forgotten_when_node_is_mended(how: str) -> None:
     cluster = cluster_of(2)
     cluster.submit("big", max_workers=1)
@@ -125,6 +144,12 @@ def test_local_fault_is_forgotten_when_node_is_mended(how: str) -> None:
     assert faults(cluster, "big") == {bad}
     if how == "agent":
         cluster.add_host(bad)
+    elif how == "forget":
+        cluster.kill_host(cluster.hosts[bad])
+        cluster.lose(cluster.hosts[bad])
+        asked = v.ForgetRequested(node=bad, leave=False, reason="the machine goes back")
+        cluster.append(asked, "api", cluster.state.term)
+        cluster.run()
     else:
         cluster.uncordon(bad)
     assert not faults(cluster, "big")

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from tests.contracts.memory_log import MemoryLog
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
+from unicrond.core.fold import fold
 from unicrond.core.own_decisions import IDLE_MAX, Breaker, DecidingStopped
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.alarms import AlarmHandling
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import AnyEvent
@@ -98,6 +101,29 @@ def test_breaker_detects_alternating_decisions_without_effect() -> None:
             event = v.TaskFailed(task=f"t{number % 2}", reason="")
             breaker.about_to_append([event])
             breaker.folded(state, state, event)
+
+
+def test_ends_of_alarms_silences_and_hours_are_effects() -> None:
+    """A calm head may have nothing else to say for days."""
+    breaker, state = Breaker(4), ClusterState(term=1)
+    handled = {f"node-lost:n{number}": AlarmHandling(reason="seen") for number in range(6)}
+    state = replace(state, alarms=handled, isolations_us=tuple(range(1, 7)))
+    ends: list[v.AnyEvent] = [v.AlarmEnded(alarm=alarm) for alarm in handled]
+    ends += [v.DeadlineExpired(deadline_id=f"brake:#{time_us}") for time_us in state.isolations_us]
+    for number, event in enumerate(ends, 1):
+        breaker.about_to_append([event])
+        envelope = Envelope(producer="coordinator", boot=1, number=number, term=1, observed_at_us=1, event=event)
+        after = fold(state, RecordedEvent(number, 1, envelope))
+        breaker.folded(state, after, event)
+        state = after
+    assert not state.alarms and not state.isolations_us
+
+
+def test_end_of_one_alarm_is_news_each_time() -> None:
+    breaker, event = Breaker(4), v.AlarmEnded(alarm="outbox-backlog:n1")
+    for _ in range(9):
+        breaker.about_to_append([event])
+        breaker.folded(ClusterState(alarms={event.alarm: AlarmHandling()}), ClusterState(), event)
 
 
 async def test_forged_claim_stops_no_coordinator() -> None:

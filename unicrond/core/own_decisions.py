@@ -36,6 +36,9 @@ _SUBSTANCE = (
     "worker_mtbf_us",
     "term",
     "holds",
+    "isolations_us",
+    "silence",
+    "alarms",
 )
 
 
@@ -115,7 +118,9 @@ class Breaker:
     def about_to_append(self, events: Sequence[v.AnyEvent]) -> None:
         """Check, once the batch before has been read back, that these may be next. Raise DecidingStopped."""
         decisions = [_unnumbered(event) for event in events]
-        self._idle = self._idle + 1 if not self._had_effect or decisions == self._last else 0
+        # People may answer one alarm again and again; each time its end is news.
+        repeats = decisions == self._last and not all(isinstance(event, v.AlarmEnded) for event in events)
+        self._idle = self._idle + 1 if not self._had_effect or repeats else 0
         if self._idle >= self._idle_max:
             raise DecidingStopped(f"{self._idle} batches of decisions had no effect, the last: {events[0].sentence()}")
         self._last, self._had_effect = decisions, False

@@ -100,8 +100,10 @@ def programs_move_no_others(
 
 def brakes_hold(before: ClusterState, basis: ClusterState, node: str, times_us: Collection[int]) -> str:
     """Check an isolation. `before`: the state that it is folded into, `basis`: that it was decided in. `times_us`: all
-    isolations so far, this one as well."""
+    isolations so far of nodes that nobody had drained, this one as well."""
     limits = basis.brakes
+    if basis.nodes[node].cordon.draining:
+        return ""
     recent = [time_us for time_us in times_us if time_us > basis.now_us - _HOUR_US]
     if len(recent) > limits.isolations_per_hour:
         return f"{node} is isolated, the {len(recent)}th within an hour (at most {limits.isolations_per_hour})"

@@ -52,7 +52,8 @@ class PeopleRecord:
             case v.NodeIsolated():
                 story = rules.programs_accuse_no_node(basis, event, self.programs, touched, calm=self.calm)
                 yield "programs_accuse_no_node", story
-                self._isolations_us.append(max(entry.recorded_at_us, before.now_us))
+                if event.node in before.nodes and not before.nodes[event.node].cordon.draining:
+                    self._isolations_us.append(max(entry.recorded_at_us, before.now_us))
                 story = rules.brakes_hold(before, basis, event.node, self._isolations_us)
                 yield "brakes_hold", story
             case v.PlanAdopted():

@@ -335,12 +335,13 @@ def _is_suspect(state: ClusterState, name: str, task: Task) -> bool:
 
 def failed_tasks(state: ClusterState, node: Node) -> list[str]:
     """Return the tasks that were at fault since they failed on other nodes too; none where the node itself is
-    blamed."""
+    blamed, or one has trained without it alone: such a task may have failed by something else since."""
     if node.isolation.probation is not None and node.isolation.probation.cause == "hardware":
         return []
     strikers = [task for task in state.tasks.values() if task.troubles.names(node.name)]
     failed = strikers and all(task.status is TaskStatus.FAILED for task in strikers)
-    return [task.name for task in strikers] if failed else []
+    is_local = any(node.name in task.troubles.local_faults for task in strikers)
+    return [task.name for task in strikers] if failed and not is_local else []
 
 
 # --- parts --------------------------------------------------------------------------------------

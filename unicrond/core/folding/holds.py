@@ -26,7 +26,7 @@ def decision_held(state: ClusterState, event: v.DecisionHeld, _: Envelope) -> Cl
         node=event.node,
         task=event.task,
         worker=event.worker,
-        cause=isolation.cause_of(state, node) if node is not None and event.action == "isolation" else "",
+        cause=isolation.cause_beside_forecast(state, node) if node and event.action == "isolation" else "",
         blows_over=old.blows_over if old else 0,
     )
     return replace(state, holds=state.holds | {event.key: hold})
@@ -60,8 +60,10 @@ def without_node(state: ClusterState, name: str) -> ClusterState:
 
 
 def count_isolation(state: ClusterState, name: str) -> ClusterState:
-    """Count an isolation, which ends the hold on it."""
+    """Count an isolation, which ends the hold on it; not that of a node which a person has drained."""
     state = without_hold(state, v.hold_key("isolation", node=name))
+    if brakes.is_drained(state, name):
+        return state
     return replace(state, isolations_us=(*brakes.within_hour(state.isolations_us, state.now_us), state.now_us))
 
 

@@ -37,9 +37,11 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
     if event.task or node is None:
         return state
     for peer in event.peers:
-        link = links.get(link_key(event.node, peer.node))
-        if link is not None and peer.node in state.nodes:
-            boots = node.agent.boot, state.nodes[peer.node].agent.boot
+        link, end = links.get(link_key(event.node, peer.node)), state.nodes.get(peer.node)
+        if link is not None and end is not None:
+            # An order may name the port of an agent that has been replaced since: nobody answers there.
+            is_present = (peer.host, peer.port) == (end.address, end.probe_port)
+            boots = node.agent.boot, end.agent.boot if is_present else 0
             watches = link.watches | {event.node: (*boots, event.patience_us)}
             links[link_key(*link.ends)] = replace(link, watches=watches)
     return replace(state, links=links)

@@ -333,7 +333,7 @@ def _without(state: ClusterState, name: str) -> ClusterState:
     before = state.by_node
     for task in state.tasks.values():
         workers = before.of_task(name, task.name)
-        troubles = strikes.acquit(task.troubles, {name}, calm=True)
+        troubles = local_faults.without(strikes.acquit(task.troubles, {name}, calm=True), name)
         if workers or troubles != task.troubles:
             state = with_task(state, replace(without_workers(task, list(workers)), troubles=troubles))
     return links.forget_links(replace(state, nodes=without(state.nodes, [name])), name)

@@ -8,7 +8,8 @@ Rules
   breaks again and again, a link of their node is silent. Those that go together, within ROUND_US, are one. The limit is
   a task's own: one whose workers are suspected without end keeps none from healing.
 * What a person does neither counts nor is stopped: `cordon`, `drain`, `maintain`, and an isolated node that a person
-  has cordoned. `uncordon` of a node that is not isolated for a brake takes back what is held against it.
+  has cordoned. Nor does the isolation of a node that is drained, which has been taken out already. `uncordon` of a node
+  that is not isolated for a brake takes back what is held against it.
 * A worker that has died, or says that it fails, is replaced whatever the brakes say. So is one that does not start, or
   answer its membership, in time.
 * Beyond a limit the decision is *held*: it stands in the log once (DecisionHeld), people are told, and the task is
@@ -63,7 +64,8 @@ def limit_on(state: ClusterState, event: v.AnyEvent, batch: Sequence[v.AnyEvent]
         case v.TaskFailed() if event.task in state.tasks and observes(state, state.tasks[event.task]):
             return _observe_limit(state, state.tasks[event.task])
         case v.NodeIsolated():
-            return isolation_limit(state, event.node, [e.node for e in batch if isinstance(e, v.NodeIsolated)])
+            companions = [e.node for e in batch if isinstance(e, v.NodeIsolated) and not is_drained(state, e.node)]
+            return isolation_limit(state, event.node, companions)
         case v.IncidentEscalated() if is_on_suspicion(state, event):
             return eviction_limit(state, state.tasks[event.worker.rpartition(".")[0]])
         case v.WorkersWithdrawn() if event.task in state.tasks:
@@ -73,6 +75,8 @@ def limit_on(state: ClusterState, event: v.AnyEvent, batch: Sequence[v.AnyEvent]
 
 def isolation_limit(state: ClusterState, node: str, companions: Sequence[str] = ()) -> BrakeLimit | None:
     """Return the limit that keeps the node from being isolated. `companions`: those that are isolated with it."""
+    if is_drained(state, node):
+        return None
     brakes = state.brakes
     recent = len(within_hour(state.isolations_us, state.now_us)) + len(companions)
     if recent >= brakes.isolations_per_hour:
@@ -86,6 +90,11 @@ def isolation_limit(state: ClusterState, node: str, companions: Sequence[str] = 
         detail = f"{len(out)} of {len(present)} nodes are out (policy.isolated_share: {brakes.isolated_share:g})"
         return BrakeLimit("isolated_share", detail)
     return None
+
+
+def is_drained(state: ClusterState, node: str) -> bool:
+    """Return whether a person has taken the node out: its isolation costs nobody anything, and counts nowhere."""
+    return node in state.nodes and state.nodes[node].cordon.draining
 
 
 def eviction_limit(state: ClusterState, task: Task) -> BrakeLimit | None:

@@ -147,8 +147,13 @@ def _initial_probation(state: ClusterState, node: Node) -> Probation | None:
 
 def cause_of(state: ClusterState, node: Node) -> str:
     """Return what the node is accused of (Probation.cause)."""
+    return "hardware" if node.health.failure_forecast else cause_beside_forecast(state, node)
+
+
+def cause_beside_forecast(state: ClusterState, node: Node) -> str:
+    """Return what the node is accused of by what has happened already; a forecast stands in the node itself."""
     hold = state.holds.get(v.hold_key("isolation", node=node.name))
-    if node.health.failure_forecast or (hold is not None and hold.cause == "hardware"):
+    if hold is not None and hold.cause == "hardware":
         return "hardware"
     blamed = (i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost")
     if any(incident.node == node.name for incident in blamed):

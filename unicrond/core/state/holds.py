@@ -22,7 +22,8 @@ class StandingHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A decision that is not carried out. `action`, `node`, `task`, `worker`, `reason`: see DecisionHeld; `limit`: what
     holds it; `since_us`: since when (log time).
 
-    `cause`: "hardware" where the machine itself is blamed, as in Probation. `blows_over`: the blows there whose
+    `cause`: "hardware" where the machine itself is blamed, as in Probation; not for a forecast alone, after which the
+    node goes only while it can be spared. `blows_over`: the blows there whose
     back-off is over.
     """
 
