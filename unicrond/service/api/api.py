@@ -12,6 +12,7 @@
     POST /v1/tasks/NAME/cancel             {"reason"}
     POST /v1/tasks/NAME/update             another weight, priority, or other bounds: see request_bodies.py
     POST /v1/tasks/NAME/reshape            another layout or size: see core/rules/reshape_requests.py
+    POST /v1/mode, /v1/tasks/NAME/mode     {"mode", "reason"}
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/nodes/NAME/forget             {"leave", "reason"}
@@ -78,7 +79,7 @@ from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
 from unicrond.service.api.page_api import PageApi
-from unicrond.service.api.plan_api import PlanApi
+from unicrond.service.api.plan_api import ModeApi, PlanApi
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import (
@@ -171,6 +172,7 @@ class Api:
                 *self._looking.routes(),
                 *self._alarms.routes(),
                 *PlanApi(self._config.policy, self._coordinator).routes(),
+                *ModeApi(self._append, self._task).routes(),
             ]
         )
         return app
@@ -243,7 +245,7 @@ class Api:
         state, alarms = coordinator.state, self._alarms.of_head()
         body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
         body |= {"outbox_backlog": self._outbox_backlog(), "leads": self._process.leads, "heads": self._process.heads}
-        return {**body, "weaker": self._process.weaker()}
+        return {**body, "weaker": self._process.weaker(), "mode": state.mode}
 
     def _outbox_backlog(self) -> dict[str, dict[str, float]]:
         backlogs = self._coordinator.outbox_backlog().items()
