@@ -39,9 +39,12 @@ async def stacks(pid: int, timeout_s: float = _STACKS_TIMEOUT_S) -> bytes:
     program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if program is None:
         raise NoStacks(f"py-spy is not on this node; {install_command('stacks')}")
-    process = await asyncio.create_subprocess_exec(
-        program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except OSError as error:  # no memory, no descriptor, not for this machine
+        raise NoStacks(f"{program} cannot be run: {error}") from None
     try:
         async with asyncio.timeout(timeout_s):
             out, err = await process.communicate()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
@@ -33,6 +34,8 @@ ASKED_S = 0.5
 READ_S = 2.0
 #: So much of READ_S is left to the rest when py-spy is given up.
 _MARGIN_S = 0.1
+#: Where py-spy begins with a thread.
+_THREAD = re.compile(r"^Thread \w+ \(", re.MULTILINE)
 _DURATION_MAX_US = 366 * 86_400_000_000
 _ITERATION_MAX = 10**12
 
@@ -152,7 +155,14 @@ async def _from_outside(sight: WorkerStack, pid: int) -> tuple[WorkerStack, str]
         reader: StackReader = "kernel" if place else ""
         trouble = f"{state}{f', in {place} of the kernel' if place else ''}; {error}"
         return replace(sight, reader=reader, trouble=trouble[:300]), ""
-    return replace(sight, reader="py-spy"), cut_stack(text.decode(errors="replace").strip())
+    return replace(sight, reader="py-spy"), cut_stack(without_numbers(text.decode(errors="replace").strip()))
+
+
+def without_numbers(text: str) -> str:
+    """Return what py-spy prints without the process's command line and the threads' numbers: so equal stacks are equal
+    texts, and no secret of a command line comes to the log."""
+    threads = _THREAD.search(text)
+    return _THREAD.sub("Thread (", text[threads.start() :]) if threads else text
 
 
 def collective_text(collectives: Sequence[Collective]) -> str:

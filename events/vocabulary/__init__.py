@@ -39,7 +39,7 @@ from unicrond.events.vocabulary.field_types import (
     WORKERS_MAX, WorkerId, WorkerOrNone,
 )
 from unicrond.events.vocabulary.holds import (
-    DecisionHeld, HeldAction, HoldDecision, HoldLifted, HoldLimit, held_action, hold_key,
+    DecisionHeld, HeldAction, HoldDecision, HoldLifted, HoldLimit, Mode, ModeRequested, held_action, hold_key,
 )
 from unicrond.events.vocabulary.links import (
     LinkCondition, LinkProbe, LinksProbed, ProbeLinks, ProbedPeer, WorkersWithdrawn,
@@ -155,6 +155,8 @@ __all__ = [
     "MembershipPart",
     "MemoryService",
     "Micros",
+    "Mode",
+    "ModeRequested",
     "ModelSpec",
     "Name",
     "NodeChecked",
@@ -245,7 +247,7 @@ __all__ = [
 AnyRequest: TypeAlias = (
     TaskSubmitted | TaskUpdated | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested
     | NodeEnrolled | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
-    | AlarmAcknowledged | AlarmSilenced | AlarmAssigned
+    | AlarmAcknowledged | AlarmSilenced | AlarmAssigned | ModeRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (
     NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerJoinedGroup

@@ -1,17 +1,36 @@
-"""Decisions that are not carried out: what the coordinator would do, and what holds it."""
+"""Decisions that are not carried out: what the coordinator would do, what holds it, and the mode in which it only says
+what it would do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal, TypeAlias
 
-from unicrond.events.vocabulary.base import Decision
+from unicrond.events.vocabulary.base import Decision, Request
 from unicrond.events.vocabulary.field_types import NameOrNone, Text, WorkerOrNone
 
 #: What is not carried out.
-HeldAction: TypeAlias = Literal["isolation", "eviction", "withdrawal"]
-#: What holds it: a limit of the policy.
-HoldLimit: TypeAlias = Literal["isolations_per_hour", "isolated_share", "evictions_per_hour"]
+HeldAction: TypeAlias = Literal["isolation", "eviction", "withdrawal", "failure", "plan"]
+#: What holds it: a limit of the policy, or the mode.
+HoldLimit: TypeAlias = Literal["isolations_per_hour", "isolated_share", "evictions_per_hour", "observe"]
+#: Whether the coordinator does what it decides, or restarts what has died and only says the rest.
+Mode: TypeAlias = Literal["heal", "observe"]
+
+
+class ModeRequested(Request, frozen=True, kw_only=True):
+    """The cluster is to be in this mode, or one task of it."""
+
+    mode: Mode
+    task: NameOrNone = ""
+    reason: Text
+
+    def wish(self) -> str:
+        """Say what the person asks for."""
+        return f"{f'task {self.task}' if self.task else 'the cluster'} in mode {self.mode}: {self.reason}"
+
+    def tasks_named(self) -> Iterator[str]:
+        """Yield the task, if there is one."""
+        yield from filter(None, (self.task,))
 
 
 class HoldDecision(Decision, frozen=True, kw_only=True):
@@ -71,4 +90,6 @@ def held_action(action: str, *, node: str = "", task: str = "", worker: str = ""
         "isolation": f"node {node} is not isolated",
         "eviction": f"worker {worker} on {node} is not evicted",
         "withdrawal": f"{task} does not go on without its workers on {node}",
+        "failure": f"task {task} is not failed",
+        "plan": "no worker is moved",
     }[action]

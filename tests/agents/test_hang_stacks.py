@@ -19,10 +19,10 @@ from unicrond.agents.output.stacks import Questions
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import Flight, GroupMembership, Hello, Kill, Stacks, TellStacks
 from unicrond.agents.shell import stack_keeper
-from unicrond.agents.shell.stack_keeper import StackKeeper, bundle, collective_text
+from unicrond.agents.shell.stack_keeper import StackKeeper, bundle, collective_text, without_numbers
 from unicrond.events.queries.worker_queries import Collective
 from unicrond.events.vocabulary import StacksTaken, WorkerJoinedGroup, WorkerStack
-from unicrond.events.vocabulary.stacks import STACK_TEXTS_MAX
+from unicrond.events.vocabulary.stacks import STACK_TEXTS_MAX, place_in_program
 
 # --- the core ---------------------------------------------------------------------------------------
 
@@ -190,6 +190,25 @@ async def test_stopped_process_is_not_asked(stopped: int, monkeypatch: pytest.Mo
     (worker,) = (await desk.event()).workers
     assert not desk.asked and worker.is_stopped
     assert worker.trouble.startswith("its process is stopped")
+
+
+async def test_py_spy_that_cannot_be_run_costs_its_own_stack_alone(
+    stopped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: "/")
+    desk = Desk(Sight(stopped), "t.1", "t.2")
+    desk.keeper.take(TakeStacks(task="t", generation=1, processes={"t.1": stopped, "t.2": 12}))
+    desk.reply("t.2", "Thread MainThread")
+    silent, other = (await desk.event()).workers
+    assert "/ cannot be run" in silent.trouble and other.stack == 1
+
+
+def test_equal_stacks_of_two_processes_are_equal_texts() -> None:
+    printed = 'Process {0}: python train.py --token=x\nPython v3.12\n\nThread {0} (idle): "MainThread"\n    '
+    printed += "step (train.py:62)"
+    one, other = (without_numbers(printed.format(pid)) for pid in (7, 8))
+    assert one == other and place_in_program(one) == "step (train.py:62)" and "token" not in one
+    assert without_numbers("no thread") == "no thread"
 
 
 async def test_end_of_the_agent_lets_the_kill_through() -> None:

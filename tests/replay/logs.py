@@ -243,6 +243,7 @@ def _by_people(scene: _Scene) -> None:
     cluster.append(v.DrainStarted(node="n3", reason="no worker is on it"), "coordinator", term)
     cluster.run()
     cluster.uncordon("n3")
+    cluster.append(v.ModeRequested(mode="heal", reason="by hand"), "api", term)
     held = v.DecisionHeld(
         action="isolation", node="n3", reason="XID 94", limit="isolated_share", detail="2 of 8 are out"
     )

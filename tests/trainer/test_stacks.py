@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+from unicrond.agents.protocol.framing import frame
+from unicrond.agents.protocol.messages import Stacks
 from unicrond.agents.trainer.process.flight import read_stacks
 from unicrond.events.vocabulary.stacks import STACK_MAX_CHARS, cut_stack, place_in_program
 
@@ -37,6 +40,14 @@ def test_stacks_of_all_threads_are_read_with_the_main_thread_first() -> None:
     main, _, loader = text.partition("Thread loader (most recent call first):\n")
     assert main.startswith("Thread MainThread (most recent call first):\n") and "in test_stacks_of_all" in main
     assert loader.count("in stand") < 20 and "  ..." in loader.splitlines(), "other threads show their last calls"
+
+
+def test_names_that_are_no_unicode_can_be_sent() -> None:
+    program = "def hang(frame):\n    return frame()\nframe = hang(__import__('sys')._getframe)\n"
+    space: dict[str, Any] = {}
+    exec(compile(program, "/home/\udcff/train.py", "exec"), space)
+    text = read_stacks({threading.main_thread().ident or 0: space["frame"]})
+    assert "train.py" in text and frame(Stacks(text=text))
 
 
 def test_long_stacks_are_cut_by_whole_lines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.unicrond.cluster import MiniCluster, trained
 from tests.unicrond.serving import Served, healed_cluster, serving
 from tests.unicrond.test_notify import CALM, Hands, notifier, sent
 from unicrond.core.rules.requests import SILENCE_MAX_US, request_problem
-from unicrond.core.state.alarms import ALARMS_MAX, NAMES, Alarm
+from unicrond.core.state.alarms import ALARMS_MAX, NAMES, Alarm, AlarmHandling
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.main import main
 from unicrond.display.alarms import alarm_line, alarm_rows
@@ -156,7 +157,7 @@ class Handling(RuleBasedStateMachine):
         self.board.begin()
 
     def look(self) -> list[str]:
-        return [event.alarm for event in self.board.endings(self.cluster.state, self.standing, self.now_us)]
+        return [event.alarm for event in self.board.endings(self.cluster.state, lambda: self.standing, self.now_us)]
 
     @invariant()
     def is_bounded(self) -> None:
@@ -165,6 +166,26 @@ class Handling(RuleBasedStateMachine):
 
 TestHandling = Handling.TestCase
 TestHandling.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+async def test_alarm_that_comes_back_after_its_end_ends_again(tmp_path: Path) -> None:
+    """Where it was the only one that people had handled."""
+    async with serving(tmp_path, trained(2).log) as served:
+        coordinator, stands = served.coordinator, [DISK]
+        coordinator.add_alarms(lambda: stands)
+        said: list[Any] = []
+        coordinator._post = said.append  # type: ignore[method-assign]
+        for _ in range(2):
+            coordinator.state = replace(coordinator.state, alarms={DISK.key: AlarmHandling(acknowledged_us=1)})
+            coordinator._end_alarms()
+            stands.clear()
+            coordinator._end_alarms()
+            coordinator._board._absent_us[DISK.key] -= GONE_US
+            coordinator._end_alarms()
+            coordinator.state = replace(coordinator.state, alarms={})
+            coordinator._end_alarms()
+            stands.append(DISK)
+        assert said == [v.AlarmEnded(alarm=DISK.key)] * 2
 
 
 def test_oldest_handling_goes_first() -> None:
@@ -217,6 +238,35 @@ def test_alarm_that_outlives_its_silence_notifies() -> None:
     assert told(one, hands, stands) == [False]
 
 
+def test_alarm_that_was_told_before_a_short_silence_notifies_after_it() -> None:
+    cluster, hands = trained(1), Hands()
+    one, stands = notifier(hands), CALM | {"alarms": [row(DISK)]}
+    one._state = cluster.state
+    assert told(one, hands, stands) == [False]
+    ask(cluster, v.AlarmSilenced(alarm=DISK.key, until_us=cluster.state.now_us + MINUTE_US, reason=""))
+    one._state = silenced_until(cluster.state, hands.wall_us() + 600_000_000)
+    assert told(one, hands, stands) == []
+    hands.now_us += 601_000_000
+    assert told(one, hands, stands) == [False], "within repeat_s, too"
+    assert told(one, hands, CALM) == [True]
+
+
+def test_node_that_is_still_isolated_when_its_silence_ends_notifies() -> None:
+    cluster, hands, alarm = trained(2), Hands(), "node-isolated:n0"
+    cluster.append(v.NodeIsolated(node="n0", until_us=None, reason="by hand"), "coordinator", cluster.state.term)
+    hands.now_us = cluster.state.now_us
+    one = notifier(hands)
+    ask(cluster, v.AlarmSilenced(alarm=alarm, until_us=cluster.state.now_us + MINUTE_US, reason=""))
+    one._state = cluster.state
+    assert told(one, hands, CALM) == []
+    hands.now_us += 2 * MINUTE_US
+    one.look(CALM)
+    hands.now_us += 4_000_000
+    one.look(CALM)
+    assert [message.last.key for message in sent(one)] == [f"alarm:{alarm}"]
+    assert told(one, hands, CALM) == [], "once"
+
+
 def silenced_until(state: ClusterState, until_us: int) -> ClusterState:
     """The silence by the clock of the test."""
     handling = replace(state.alarms[DISK.key], silenced_until_us=until_us)
@@ -265,3 +315,23 @@ async def test_people_handle_alarms_by_command(tmp_path: Path, capsys: pytest.Ca
             assert f'unicron_alarm{{alarm="{DISK.key}",quiet="1"}} 1.0' in await response.text()
         async with http.get("/healthz") as response:
             assert [row["alarm"] for row in (await response.json())["alarms"]] == [DISK.key]
+
+
+async def test_probe_without_token_does_not_tell_who_cares_for_an_alarm(tmp_path: Path) -> None:
+    async with serving(tmp_path, healed_cluster().log, token="t" * 32) as served, AsyncExitStack() as stack:
+        served.coordinator.add_alarms(lambda: [DISK])
+        own, stranger, liar = [
+            await stack.enter_async_context(aiohttp.ClientSession(served.url, headers=headers))
+            for headers in ({"Authorization": "Bearer " + "t" * 32}, {}, {"Authorization": "Bearer x"})
+        ]
+        order = {"person": "anna", "reason": "call 555"}
+        async with own.post(f"/v1/alarms/{DISK.key}/assign", json=order) as response:
+            assert response.status == 202
+        await until_handled(served, own)
+        told = []
+        for http in (own, stranger, liar):
+            async with http.get("/healthz") as response:
+                assert response.status == 200
+                told.append((await response.json())["alarms"][0])
+        assert (told[0]["person"], told[0]["reason"]) == ("anna", "call 555")
+        assert told[1] == told[2] == {"alarm": DISK.key, "text": str(DISK)}

@@ -80,9 +80,9 @@ def test_failed_save_raises_alarm_until_later_save() -> None:
     say(v.SaveFailed, saver="program", reason="RuntimeError: no")
     say(v.SaveFailed, saver="unicron", reason="from a stranger", worker=f"{task.name}.99999")
     assert told() == [
-        f"task {task.name}: its program did not save its checkpoint of iteration 3: RuntimeError: no",
-        f"task {task.name}: did not save the checkpoint of iteration 3: OSError: no space left",
-    ]
+        f"task {task.name}: its program did not save its checkpoint of iteration 3: RuntimeError: no; "
+        "did not save the checkpoint of iteration 3: OSError: no space left"
+    ], "one alarm of one key"
     say(v.CheckpointSaved, path="/x", size_bytes=1, duration_us=1)
     say(v.SaveFailed, saver="program", reason="")
     assert told() == []

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.events.certified import Certified
+from unicrond.intake.tls import Files
 from unicrond.service.api.connections import ApiConnections, connections_max
+from unicrond.service.trust.certificates import Certificates
 
+#: More than the buffers of a socket take.
+LARGE = 20_000_000
 HALF = b"GET /v1/state HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
@@ -24,7 +31,7 @@ class Site(NamedTuple):
 
 
 @asynccontextmanager
-async def site(most: int = 16, head_s: float = 30.0) -> AsyncIterator[Site]:
+async def site(most: int = 16, head_s: float = 30.0, context: ssl.SSLContext | None = None) -> AsyncIterator[Site]:
     """An application whose /slow says that it has begun, and answers when it is released."""
     entered, release = asyncio.Semaphore(0), asyncio.Event()
 
@@ -36,21 +43,33 @@ async def site(most: int = 16, head_s: float = 30.0) -> AsyncIterator[Site]:
         await release.wait()
         return web.Response(text="slow")
 
+    async def large(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(LARGE))
+
     connections = ApiConnections(most, head_s)
     app = web.Application(middlewares=[connections.middleware])
-    app.add_routes([web.get("/", fast), web.get("/slow", slow)])
+    app.add_routes([web.get("/", fast), web.get("/slow", slow), web.get("/large", large)])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        async with connections.listening(runner, "127.0.0.1", 0, None) as server:
+        async with connections.listening(runner, "127.0.0.1", 0, context) as server:
             yield Site(connections, server.sockets[0].getsockname()[1], entered, release)
     finally:
         await runner.cleanup()
 
 
-async def ask(port: int, path: str = "/") -> tuple[int, str]:
-    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as response:
+async def ask(port: int, path: str = "/", trusted: ssl.SSLContext | None = None) -> tuple[int, str]:
+    url = f"{'https' if trusted else 'http'}://127.0.0.1:{port}{path}"
+    async with aiohttp.ClientSession() as session, session.get(url, ssl=trusted or True) as response:
         return response.status, await response.text()
+
+
+async def until_none(api: Site) -> None:
+    for _ in range(250):
+        if not api.connections.count():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{api.connections.count()} connections count")
 
 
 async def half(port: int, stack: AsyncExitStack, data: bytes = HALF) -> asyncio.StreamReader:
@@ -99,6 +118,51 @@ async def test_request_in_work_is_never_closed_for_room() -> None:
         api.connections.close_late()
         api.release.set()
         assert await asyncio.gather(*slow) == [(200, "slow")] * 2
+
+
+async def test_handshakes_that_do_not_end_count(tmp_path: Path) -> None:
+    certified = Certified(tmp_path)
+    context = Certificates(Files(certified.ca, certified.server, certified.server), None, is_for_api=True).context
+    trusted = ssl.create_default_context(cafile=str(certified.ca))
+    async with site(most=8, head_s=1.0, context=context) as api, AsyncExitStack() as stack:
+        readers = [await half(api.port, stack, data) for data in (b"", b"\x16\x03\x01") for _ in range(10)]
+        assert await ask(api.port, trusted=trusted) == (200, "fast")
+        assert await asyncio.wait_for(readers[0].read(), 5) == b"", "the oldest is closed"
+        assert 8 >= api.connections.count() > 0
+        assert await asyncio.wait_for(readers[-1].read(), 10) == b"", "a handshake does not come within head_s"
+
+
+async def test_refused_handshake_is_closed_and_a_client_that_goes_counts_no_more(tmp_path: Path) -> None:
+    certified = Certified(tmp_path)
+    context = Certificates(Files(certified.ca, certified.server, certified.server), None, is_for_api=True).context
+    trusted = ssl.create_default_context(cafile=str(certified.ca))
+    async with site(most=1, context=context) as api, AsyncExitStack() as stack:
+        slow = asyncio.create_task(ask(api.port, "/slow", trusted))
+        await api.entered.acquire()
+        refused = await half(api.port, stack)
+        assert await asyncio.wait_for(refused.read(), 5) == b""
+        api.release.set()
+        assert await slow == (200, "slow")
+        await half(api.port, stack, HALF)  # no handshake at all: asyncio ends it
+        await until_none(api)
+
+
+async def test_answer_that_is_written_is_the_last_to_go() -> None:
+    async with site(most=4) as api, AsyncExitStack() as stack:
+        reader = await half(api.port, stack, b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert b"Content-Length: %d" % LARGE in head
+        for _ in range(12):
+            await half(api.port, stack)
+        assert await asyncio.wait_for(reader.readexactly(LARGE), 10) == bytes(LARGE)
+        assert api.connections.closed_for_room
+
+
+async def test_who_reads_no_answer_goes_where_there_is_nobody_else() -> None:
+    async with site(most=4) as api, AsyncExitStack() as stack:
+        for _ in range(4):
+            await half(api.port, stack, b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert await ask(api.port) == (200, "fast")
 
 
 async def test_address_with_most_that_wait_pays() -> None:

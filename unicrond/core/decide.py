@@ -73,6 +73,7 @@ def _reconcile(batch: DecisionBatch, solutions: Mapping[Problem, Solution], *, g
         plan = plans.build_plan(survey, solutions)
         if plan is not None:
             batch.add(plans.compact_plan(survey, plan))
+            batch.tell_plan(plans.held_changes(survey, solutions))
     links.probe_groups(batch)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:

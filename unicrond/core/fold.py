@@ -44,7 +44,7 @@ from unicrond.core.nodes import isolation
 from unicrond.core.rules import admission
 from unicrond.core.rules.invariants import newly_broken
 from unicrond.core.state.ordered_map import put
-from unicrond.core.state.policy import brakes_among, quotas_among
+from unicrond.core.state.policy import OBSERVES, brakes_among, quotas_among
 from unicrond.core.state.state import ClusterState
 from unicrond.core.worth.costs import with_costs
 from unicrond.events import vocabulary as v
@@ -86,6 +86,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:
     # A fault that the last coordinator did not inject must not happen now, unexpectedly.
+    configured_mode: v.Mode = "observe" if event.policy.get(OBSERVES) else "heal"
     return replace(
         plans.drop_partial_memberships(state),
         term=event.term,
@@ -97,6 +98,9 @@ def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> Cl
         repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
         quotas=quotas_among(event.policy),
         brakes=brakes_among(event.policy),
+        # What the configuration says anew counts more than what a person said before it.
+        mode=state.mode if configured_mode == state.configured_mode else configured_mode,
+        configured_mode=configured_mode,
         starvation_us=int(event.policy.get("starvation_s", 0.0) * 1e6),
     )
 
@@ -123,6 +127,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeForgotten: nodes.node_forgotten,
     v.NodeIsolated: nodes.node_isolated,
     v.NodeReadmitted: nodes.node_readmitted,
+    v.ModeRequested: holds.mode_requested,
     v.DecisionHeld: holds.decision_held,
     v.HoldLifted: holds.hold_lifted,
     v.DrainStarted: lambda state, event, _: departures.drain_begun(state, event),

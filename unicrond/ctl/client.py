@@ -173,9 +173,9 @@ class Client:
         """Cancel a task; return {"task", "seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
 
-    def update(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
-        """Change the worth and the bounds of a running task (UpdateOrder); return them, and {"task", "seq"}."""
-        return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/update", body=order)
+    def update(self, task: str, order: dict[str, Any], *, of: str = "update") -> dict[str, Any]:
+        """Change the worth and bounds of a running task (UpdateOrder), or its `of`; return that, {"task", "seq"}."""
+        return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/{of}" if task else f"/v1/{of}", body=order)
 
     def reshape(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
         """Request another layout (unicrond.core.rules.reshape_requests.ReshapeOrder); return all of it, and {"seq"}."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unicrond.core.faults.program_faults import is_looping, looping_text
-from unicrond.core.nodes.brakes import hold_lines
+from unicrond.core.nodes.brakes import hold_lines, mode_text
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
@@ -72,6 +72,7 @@ def status(options: argparse.Namespace) -> None:
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         **{f"ALARM {number}": alarm_line(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
         **{f"weaker {number}": str(line) for number, line in enumerate(health.get("weaker") or (), start=1)},
+        **({"mode": modes} if (modes := mode_text(state)) else {}),
         "plan": f"epoch {state.plan.epoch}, {workers} workers, "
         f"WAF {achieved} achieved, {planned} planned, {healthy} in health",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
@@ -318,6 +319,14 @@ def reshape(options: argparse.Namespace) -> None:
     _say(options, answer, f"task {options.task} changes to {form} and {workers}, from sequence {answer.get('seq')} on")
 
 
+def set_mode(options: argparse.Namespace) -> None:
+    """Set the mode of the cluster, or of one task."""
+    order = {"mode": options.mode, **_given(options, "reason")}
+    answer = client_of(options).update(options.task or "", order, of="mode")
+    target = f"task {options.task}" if options.task else "the cluster"
+    _say(options, answer, f"{target} is in mode {options.mode} from sequence {answer.get('seq')} on")
+
+
 def set_task(options: argparse.Namespace) -> None:
     """Change settings of a running task: its worth and bounds, or how far and how fast it learns."""
     worth, learning = _given(options, *_WORTH), _given(options, "iterations", "lr")
@@ -381,6 +390,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "cancel": cancel,
     "reshape": reshape,
     "set": set_task,
+    "mode": set_mode,
     "cordon": cordon,
     "drain": drain,
     "uncordon": uncordon,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from unicrond.core.nodes.brakes import hold_lines
+from unicrond.core.nodes.brakes import hold_lines, mode_text
 from unicrond.core.nodes.gpu_types import of_assignment
 from unicrond.core.worth.gradient_memory import gradients
 from unicrond.ctl.client import ApiRefused, Client
@@ -64,6 +64,7 @@ def _summary(state: ClusterState) -> dict[str, str]:
     methods = {"table": "looked up in the table", "incremental": "solved on rows that stood", "fresh": "solved afresh"}
     return {
         "plan": f"epoch {plan.epoch}, WAF {planned} planned, {healthy} in health",
+        **({"mode": modes} if (modes := mode_text(state)) else {}),
         "because of": plan.trigger,
         "reason": plan.reason,
         **({"why": explain_plan(state)} if explain_plan(state) else {}),

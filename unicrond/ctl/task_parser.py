@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 from unicrond.ctl.parsing import REASON, TASK, add_to
 from unicrond.events.cli.command_line import Commands, number, option, whole
 from unicrond.events.cli.shared_flags import shared
+from unicrond.events.vocabulary import Mode
+
+MODES = get_args(Mode)
 
 
 def add_tasks_control(commands: Commands) -> None:
@@ -61,6 +65,15 @@ def _add_settings(commands: Commands) -> None:
         option("source", "CHECKPOINT", "a directory iteration-N", type=Path),
         option("directory", "DIR", "where to write it; for import the task's checkpoint.dir", type=Path),
         shared("--task", "import: the one that is to begin from it"),
+    )
+    add_to(
+        commands,
+        "mode",
+        "change whether decisions that take out or move workers are carried out, or only told (docs/operate/brakes.md)",
+        ("mode observe --reason 'first week'", "mode observe --task big", "mode heal"),
+        option("mode", "MODE", "heal, or observe: what died is restarted, all else is told", choices=MODES),
+        shared("--task", "of this task alone"),
+        REASON,
     )
     add_to(
         commands,

@@ -9,7 +9,7 @@ from typing import Any
 
 from unicrond.core.faults.program_faults import looping_text
 from unicrond.core.faults.severity import RESPONSE
-from unicrond.core.nodes.brakes import isolation_hold
+from unicrond.core.nodes.brakes import isolation_hold, observes
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment
 from unicrond.core.nodes.isolation import waits_for
@@ -228,7 +228,9 @@ def tasks_table(state: ClusterState) -> Table:
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
             waf_in(state, achieved_now(state, task)),
             task.ending.reason.partition("\n")[0]
-            or "; ".join(filter(None, (looping_text(task), pending_reason(state, task))))
+            or "; ".join(
+                filter(None, ("observed" * observes(state, task), looping_text(task), pending_reason(state, task)))
+            )
             or _reshaping(task)
             or _slow(task)
             or "-",

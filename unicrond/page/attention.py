@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from unicrond.core.nodes.brakes import hold_text, remedy
+from unicrond.core.nodes.brakes import hold_text, mode_text, remedy
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.alarms import Alarm, AlarmHandling
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
@@ -36,6 +36,8 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dic
         )
         for incident in worst_first
     ]
+    if text := mode_text(state):
+        rows.append(_row(f"mode {text}", "unicronctl mode heal", "plan"))
     rows += [_row(hold_text(hold), remedy(hold), "cluster") for hold in state.holds.values()]
     for task in state.tasks.values():
         if text := _trouble_of_task(state, task):

@@ -139,10 +139,13 @@ def standing(
         # The matter is what the line is about; counts and times in it change.
         key = "".join(letter for letter in line if not letter.isdigit())[:80]
         notices.append(Notice(f"trouble:{key}", "trouble", "critical", line, "", ("unicronctl status",)))
-    for key, line in alarms.items():
-        commands = "unicronctl alarms", f"unicronctl acknowledge {key}"
-        notices.append(Notice(f"alarm:{key}", "trouble", "critical", line, "", commands, alarm=key))
-    return notices
+    return notices + [alarm_notice(key, line) for key, line in alarms.items()]
+
+
+def alarm_notice(key: str, line: str) -> Notice:
+    """Return the notice of an alarm."""
+    commands = "unicronctl alarms", f"unicronctl acknowledge {key}"
+    return Notice(f"alarm:{key}", "trouble", "critical", line, "", commands, alarm=key)
 
 
 def story(incident: Incident) -> str:

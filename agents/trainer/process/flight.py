@@ -115,7 +115,8 @@ def read_stacks(frames: Mapping[int, FrameType] | None = None) -> str:
             lines += [f"Thread {thread.name} (most recent call first):", *_lines(frame, depth)]
     if len(threads) > _OTHERS_MAX:
         lines.append(f"and {len(threads) - _OTHERS_MAX} other threads")
-    return cut_stack("\n".join(lines))
+    # A file's name, or a thread's, may be no Unicode: a message that cannot be sent would end the channel.
+    return cut_stack("\n".join(lines).encode(errors="replace").decode())
 
 
 def _lines(frame: FrameType | None, depth: int) -> list[str]:

@@ -24,6 +24,7 @@ JUDGEMENT_RULES: dict[str, str] = {
     "production_goes_first": "No task of a plan stands while those of lower priority have the room for it.",
     "deaf_heads_judge_nobody": "A head that hears none of its nodes loses, isolates and stops nobody.",
     "nodes_are_used": "A healthy node is in use within a minute of being wanted.",
+    "observation_moves_nothing": "In mode observe nothing is taken out, and no plan moves living workers.",
     "brakes_hold": "The coordinator takes no more nodes out than its brakes allow.",
 }
 #: How long a healthy node may be idle though a task wants it, and how long a handover may take.
@@ -116,6 +117,32 @@ def brakes_hold(before: ClusterState, basis: ClusterState, node: str, times_us: 
     return ""
 
 
+def observation_moves_nothing(basis: ClusterState, event: v.AnyEvent) -> str:
+    """Check a decision by the modes of the state that it was decided in."""
+    names = [task.name for task in basis.active if "observe" in (basis.mode, task.mode)]
+    if not names:
+        return ""
+    match event:
+        case v.NodeIsolated() if basis.mode == "observe":
+            return f"{event.node} is isolated while the cluster is observed"
+        case v.WorkersWithdrawn(task=name) | v.TaskFailed(task=name) if name in names:
+            return f"{type(event).__name__} of {name}, which is observed"
+        case v.PlanAdopted():
+            shares = {assignment.task: Counter(expand(assignment).replicas) for assignment in event.assignments}
+            for name in names:
+                task, old = basis.tasks[name], basis.plan.assignments.get(name)
+                if old is None or not _is_plain(task) or old.workers > task.spec.max_workers:
+                    continue
+                open_nodes = [nodes for nodes in old.replicas if all(_is_open(basis, node) for node in nodes)]
+                if moves := Counter(open_nodes) - shares.get(name, Counter()):
+                    return f"plan {event.epoch} moves {name} off {', '.join(map(str, moves))}, which is observed"
+    return ""
+
+
+def _is_open(state: ClusterState, node: str) -> bool:
+    return node in state.nodes and state.nodes[node].schedulable and not state.nodes[node].cordon.active
+
+
 def above_max(state: ClusterState) -> dict[str, str]:
     """Return the tasks with more members than they may have, each with its members."""
     above: dict[str, str] = {}
@@ -142,7 +169,10 @@ def production_goes_first(basis: ClusterState, plan: v.PlanAdopted, garbage: Col
         lower = [
             name
             for name, other_share in shares.items()
-            if other_share.workers and name in basis.tasks and basis.tasks[name].spec.priority < task.spec.priority
+            if other_share.workers
+            and name in basis.tasks
+            and basis.tasks[name].spec.priority < task.spec.priority
+            and "observe" not in (basis.mode, basis.tasks[name].mode)
         ]
         if not lower:
             continue

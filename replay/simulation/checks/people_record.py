@@ -47,6 +47,7 @@ class PeopleRecord:
             return
         basis = states[entry.envelope.based_on]
         yield "deaf_heads_judge_nobody", rules.deaf_heads_judge_nobody(basis, event, self.silenced)
+        yield "observation_moves_nothing", rules.observation_moves_nothing(basis, event)
         match event:
             case v.NodeIsolated():
                 story = rules.programs_accuse_no_node(basis, event, self.programs, touched, calm=self.calm)

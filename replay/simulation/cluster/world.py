@@ -108,7 +108,7 @@ class World:
             stuck_max=self.shape.choice((8, 30)),
             forget_s=5.0,
             part_bytes=self.rng("parts").choice((1, 1, PART_BYTES)),
-            isolations_per_hour=self.rng("brakes").choice((2, 10, 10)),
+            isolations_per_hour=self.rng("brakes").choice((1, 2, 10)),
         )
 
     def rng(self, part: str) -> random.Random:

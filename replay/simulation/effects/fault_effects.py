@@ -367,7 +367,7 @@ def _bad_weather(world: World, fault: SimulatedFault) -> None:
         until(world, fault, link.heal)
 
 
-#: The effect of each kind of fault; the keys are those of FAULT_KINDS, PROGRAM_KINDS and OUTAGE_KINDS.
+#: The effect of each kind of fault; the keys are those of FAULT_KINDS, MODE_KINDS, PROGRAM_KINDS, OUTAGE_KINDS.
 EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "crash_coordinator": _crash_coordinator,
     "second_coordinator": _second_coordinator,
@@ -413,6 +413,7 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "leave": people_effects.leave,
     "cancel": people_effects.cancel,
     "reshape": people_effects.reshape,
+    "observe": people_effects.observe,
     "bad_program": program_effects.bad_program,
     "flood": program_effects.flood,
     "slow_node": program_effects.slow_node,

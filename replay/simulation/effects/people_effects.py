@@ -48,6 +48,13 @@ def maintain(world: World, fault: SimulatedFault) -> None:
         world.loop.call_later(fault.for_s / 3, world.cancel_maintenance)
 
 
+def observe(world: World, fault: SimulatedFault) -> None:
+    """Have the cluster, or a task, observed for the fault's time."""
+    task = f"t{fault.pick % 3}" if fault.how == "task" else ""
+    world.ask(v.ModeRequested(mode="observe", task=task, reason="simulated"))
+    until(world, fault, lambda: world.ask(v.ModeRequested(mode="heal", task=task, reason="simulated")))
+
+
 def cancel(world: World, fault: SimulatedFault) -> None:
     """Cancel a task."""
     world.ask(v.TaskCancelled(task=f"t{fault.pick % 3}", reason="simulated"))

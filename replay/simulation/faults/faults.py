@@ -108,6 +108,10 @@ OUTAGE_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
 }
 #: The share of seeds with outages, and of these the share in which nothing else goes wrong.
 OUTAGES, OUTAGES_ALONE = 0.15, 0.5
+#: Likewise: people have the cluster, or a task, observed for a time.
+MODE_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {"observe": (1, 20.0, ("", "task"), 0)}
+#: The share of seeds in which they do.
+OBSERVED = 0.2
 #: Of FAULT_KINDS, those in which nothing of the cluster fails.
 CALM_KINDS = ("cordon", "maintain", "end_agent", "cancel")
 #: The share of seeds whose people bring garbage, and of these the share in which nothing else goes wrong.
@@ -118,6 +122,9 @@ def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list
     """Draw the whole history of a seed: its faults, and in some seeds outages, or what people and programs bring."""
     rng = rng_of("programs")
     faults = draw(rng_of("faults"), nodes)
+    modes = rng_of("modes")
+    if modes.random() < OBSERVED:
+        faults = sorted([*faults, *_draw(modes, MODE_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
     if rng.random() >= GARBAGE:
         return _with_outages(rng_of("outages"), faults, nodes)
     calm = {kind: FAULT_KINDS[kind] for kind in CALM_KINDS}

@@ -11,7 +11,7 @@ from unicrond.core.deciding import memberships
 from unicrond.core.nodes import brakes
 from unicrond.core.nodes.deafness import Deafness
 from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
-from unicrond.core.rules import plan_problems
+from unicrond.core.rules import pinning, plan_problems
 from unicrond.core.tasks import starvation
 from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.mutants.mutation import Mutant, patch, patch_fold
@@ -88,6 +88,12 @@ def _release_brakes() -> None:
     patch(brakes, "limit_on", lambda _: lambda *decision: None)
 
 
+def _act_while_observing() -> None:
+    patch(brakes, "observes", lambda _: lambda *_: False)
+    patch(brakes, "_watcher_of", lambda _: lambda *_: "")
+    patch(pinning, "observes", lambda _: lambda *_: False)
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -96,6 +102,7 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "let_leavers_stay": Mutant("members that are to leave stay beside those that replace them", _let_leavers_stay),
     "forget_priorities": Mutant("the plan ignores priorities", _forget_priorities),
     "release_brakes": Mutant("every decision passes the brakes", _release_brakes),
+    "act_while_observing": Mutant("mode observe has no effect", _act_while_observing),
     "never_grow": Mutant("a task that has workers never gets more", _never_grow),
     "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }

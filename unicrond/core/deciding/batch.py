@@ -63,6 +63,8 @@ class DecisionBatch:
                 return v.hold_key("isolation", node=event.node)
             case v.IncidentEscalated():
                 return v.hold_key("eviction", worker=event.worker)
+            case v.TaskFailed():
+                return v.hold_key("failure", task=event.task)
             case v.WorkersWithdrawn():
                 return v.hold_key("withdrawal", task=event.task, node=event.node)
         return ""
@@ -71,13 +73,13 @@ class DecisionBatch:
         worker = getattr(event, "worker", "")
         task = getattr(event, "task", worker.rpartition(".")[0])
         node = self.state.tasks[task].workers[worker].node if worker else getattr(event, "node", "")
-        action: v.HeldAction = "isolation" if isinstance(event, v.NodeIsolated) else "withdrawal"
+        actions: dict[type, v.HeldAction] = {v.NodeIsolated: "isolation", v.TaskFailed: "failure"}
         return v.DecisionHeld(
-            action="eviction" if worker else action,
+            action=actions.get(type(event), "eviction" if worker else "withdrawal"),
             node=node,
             task=task,
             worker=worker,
-            reason=getattr(event, "reason", ""),
+            reason=getattr(event, "reason", "").partition("\n")[0][:1024],
             limit=limit.name,
             detail=limit.detail,
         )
@@ -87,7 +89,7 @@ class DecisionBatch:
         any more."""
         for key, event in self.holds.items():
             old = self.state.holds.get(key)
-            if old is None or old.limit != event.limit or signature_of(old.reason) != signature_of(event.reason):
+            if old is None or old.limit != event.limit or _is_another(old.reason, event):
                 self.add(event)
         executions = {self.hold_key_of(event) for event in self.events}
         for key, hold in self.state.holds.items():
@@ -101,6 +103,16 @@ class DecisionBatch:
                         reason="nothing asks for it any more",
                     )
                 )
+
+    def tell_plan(self, differences: str) -> None:
+        """Tell what the plan would move if no mode held it; "": nothing, and what was told is over."""
+        key = v.hold_key("plan")
+        old = self.state.holds.get(key)
+        if differences and (old is None or old.reason != differences):
+            detail = "mode observe"
+            self.add(v.DecisionHeld(action="plan", reason=differences[:1024], limit="observe", detail=detail))
+        elif old is not None and not differences:
+            self.add(v.HoldLifted(action="plan", reason="the plan would move nothing"))
 
     def command_id(self, node: str) -> str:
         """Return the next command id of the node: "term.epoch.node.number"."""
@@ -135,3 +147,8 @@ class DecisionBatch:
                 kill=kill,
             )
         )
+
+
+def _is_another(reason: str, event: v.DecisionHeld) -> bool:
+    """Return whether the event brings another reason than the one that was told; a task that fails has many."""
+    return event.action != "failure" and signature_of(reason) != signature_of(event.reason)

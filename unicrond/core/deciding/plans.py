@@ -17,9 +17,10 @@ from unicrond.core.deciding import links
 from unicrond.core.faults.program_faults import is_failing
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes.gpu_types import on_type
-from unicrond.core.planning.placement import Placement, place_apart
+from unicrond.core.planning.placement import Placement, Replica, place_apart
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
+from unicrond.core.rules.pinning import Pins, changes, open_capacity, pins_of, shape_of
 from unicrond.core.rules.plan_problems import healthy_problem_of, present_replicas, problem_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task
@@ -38,16 +39,22 @@ FLOPS_MAX = 2**63 - 1
 
 def needed_solves(survey: Survey) -> list[Problem]:
     """Return the plan problems that must be solved before `decide` can go on: the plan's, and the healthy cluster's."""
-    return [] if survey.fresh else [problem_of(survey), healthy_problem_of(survey)]
+    if survey.fresh:
+        return []
+    pins = pins_of(survey)
+    problems = [problem_of(survey, pins), healthy_problem_of(survey)]
+    return [*problems, problem_of(survey, {})] if pins else problems
 
 
-def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdopted | None:
+def build_plan(survey: Survey, solutions: Mapping[Problem, Solution], pins: Pins | None = None) -> v.PlanAdopted | None:
     """Return the plan for the present nodes and tasks, whether it is needed or not; None if `solutions` lacks one of
-    its problems."""
-    solution, healthy = solutions.get(problem_of(survey)), solutions.get(healthy_problem_of(survey))
+    its problems. `pins`: see `problem_of`."""
+    pins = pins_of(survey) if pins is None else pins
+    solution, healthy = solutions.get(problem_of(survey, pins)), solutions.get(healthy_problem_of(survey))
     if solution is None or healthy is None:
         return None
-    state, active = survey.state, survey.active
+    state, active = survey.state, [task for task in survey.active if task.name not in pins]
+    capacity = open_capacity(survey, pins)
     shapes = {task.name: shape for task, shape in zip(active, solution.shapes, strict=True)}
     counts = {
         task.name: workers // shapes[task.name].workers for task, workers in zip(active, solution.workers, strict=True)
@@ -58,18 +65,20 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
     }
     current = {name: links.together(survey, state.tasks[name], replicas) for name, replicas in current.items()}
     types, apart = (survey.gpus, dict(zip(counts, solution.gpus, strict=True))), survey.barred_pairs
-    placed = _placed_elsewhere(survey, counts, shapes, current, types)
+    placed = _placed_elsewhere(survey, capacity, (counts, shapes, current), types)
     if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
-        relocated = place_apart(counts, shapes, survey.capacity, {}, types, apart)
+        relocated = place_apart(counts, shapes, capacity, {}, types, apart)
         placed = placed if relocated.short else relocated  # there is room, if more than a few move
     assignments = []
-    for task in active:
-        replicas, shape = placed.replicas[task.name], shapes[task.name]
+    for task in survey.active:
+        is_pinned = task.name in pins
+        replicas = pins[task.name] if is_pinned else placed.replicas[task.name]
+        shape = shape_of(survey, task) if is_pinned else shapes[task.name]
         workers = len(replicas) * shape.workers
-        if workers < task.spec.min_workers:
+        if workers < task.spec.min_workers and not is_pinned:
             replicas, workers = (), 0  # what could not be seated together is worth nothing
         layout_choice = shape if task.spec.layouts and workers else None
-        task_on_gpu = on_type(task, types[1][task.name] if survey.types else survey.type_of(task))
+        task_on_gpu = on_type(task, types[1][task.name] if survey.types and not is_pinned else survey.type_of(task))
         assignments.append(
             v.TaskAssignment(
                 task=task.name,
@@ -82,13 +91,14 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
             )
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
+    keeps = f"mode observe keeps {', '.join(pins)}; " if pins else ""
     return v.PlanAdopted(
         epoch=state.plan.epoch + 1,
         assignments=tuple(assignments),
         waf=min(sum(assignment.waf for assignment in assignments), FLOPS_MAX),
         basis=survey.basis,
         trigger=_trigger(state),
-        reason=(solution.reason + short)[:1024],
+        reason=(keeps + solution.reason + short)[:1024],
         healthy={task.name: workers for task, workers in healthy},
         waf_if_healthy=min(healthy.waf, FLOPS_MAX),
         transition_flop=_transition_flop(solution),
@@ -98,15 +108,15 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
 
 def _placed_elsewhere(
     survey: Survey,
-    counts: Mapping[str, int],
-    shapes: Mapping[str, Shape],
-    current: Mapping[str, Sequence[tuple[str, ...]]],
+    slots: Mapping[str, int],
+    demand: tuple[Mapping[str, int], Mapping[str, Shape], Mapping[str, Sequence[Replica]]],
     types: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> Placement:
     """Place the tasks; those that avoid nodes elsewhere, where there is room. On an avoided node only the other tasks'
     present workers have seats then, and on one whose isolation is held only workers that live."""
+    counts, shapes, current = demand
     apart = survey.barred_pairs
-    placed = place_apart(counts, shapes, survey.capacity, current, types, apart)
+    placed = place_apart(counts, shapes, slots, current, types, apart)
     avoided = {node for name in counts for node in survey.avoided.get(name, ())} | {*survey.held_nodes}
     if not avoided:
         return placed
@@ -119,9 +129,16 @@ def _placed_elsewhere(
             if nodes in stays[name] and not set(survey.held_nodes).isdisjoint(nodes):
                 stays[name].remove(nodes)
     seats = Counter(node for replicas in stays.values() for nodes in replicas for node in nodes)
-    capacity = {node: min(slots, seats[node]) if node in avoided else slots for node, slots in survey.capacity.items()}
+    capacity = {node: min(free, seats[node]) if node in avoided else free for node, free in slots.items()}
     elsewhere = place_apart(counts, shapes, capacity, stays, types, apart)
     return placed if elsewhere.short else elsewhere
+
+
+def held_changes(survey: Survey, solutions: Mapping[Problem, Solution]) -> str:
+    """Say which workers a plan would move that modes hold in their places; "" for none."""
+    pins = pins_of(survey)
+    plan = build_plan(survey, solutions, {}) if pins else None
+    return changes(survey, pins, {share.task: share.replicas for share in plan.assignments}) if plan else ""
 
 
 def compact_plan(survey: Survey, plan: v.PlanAdopted) -> v.PlanAdopted:

@@ -17,7 +17,7 @@ def staff(batch: DecisionBatch, task: Task, policy: Policy) -> None:
     staffing = batch.survey.staffing(task)
     worker_number, replica_number = task.numbers.next_worker, task.numbers.next_replica
     by_node: dict[str, list[v.Start]] = {}
-    for nodes in staffing.missing if not waits_for_restart(task) else ():
+    for nodes in staffing.missing if not (waits_for_restart(task) or brakes.waits_in_vain(state, task)) else ():
         if not batch.has_room(nodes):
             continue  # another worker still has the slot; its end leads to the next decision
         if any(waits_for_step(task, node, policy) or brakes.waits(state, node) for node in nodes):

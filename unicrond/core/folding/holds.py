@@ -32,6 +32,14 @@ def decision_held(state: ClusterState, event: v.DecisionHeld, _: Envelope) -> Cl
     return replace(state, holds=state.holds | {event.key: hold})
 
 
+def mode_requested(state: ClusterState, event: v.ModeRequested, _: Envelope) -> ClusterState:
+    """Set the mode of the cluster, or of one task."""
+    if not event.task:
+        return replace(state, mode=event.mode)
+    task = state.tasks.get(event.task)
+    return state if task is None else with_task(state, replace(task, mode=event.mode))
+
+
 def hold_lifted(state: ClusterState, event: v.HoldLifted, _: Envelope) -> ClusterState:
     """Drop the hold."""
     return without_hold(state, event.key)
@@ -100,7 +108,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
     name, _, number = subject.rpartition("#")
     if kind == "hold":
         hold = state.holds.get(name)
-        if hold is None or str(brakes.blows(state, hold.node)) != number:
+        if hold is None or str(brakes.blows_of(state, hold)) != number:
             return state
         return replace(state, holds=state.holds | {name: replace(hold, blows_over=int(number))})
     if not name:

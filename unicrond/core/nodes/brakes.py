@@ -15,6 +15,10 @@ Rules
 * Beyond a limit the decision is *held*: it stands in the log once (DecisionHeld), people are told, and the task is
   healed by restarts. Others' slots are preferred for what starts anew, and on the accused node it starts after a
   back-off that doubles with each blow (BACK_OFF_US to BACK_OFF_MAX_US).
+* In mode *observe*, of the cluster or of a task, every such decision is held: no node is isolated that carries the
+  task or is accused by it, no worker of it is given up on suspicion, the task is not failed, and no plan moves its
+  workers (rules/pinning.py). What died is started again in its place, or on a free slot if its node is gone; with the
+  same back-off where it would have failed. The newest word on the mode counts, a person's or a changed configuration's.
 * A hold ends when the decision is carried out, since the limit allows it again, or is wanted no longer. What the
   machine itself is blamed for stays wanted until the node has been isolated, or a person has answered for it.
 
@@ -55,6 +59,10 @@ def limit_on(state: ClusterState, event: v.AnyEvent, batch: Sequence[v.AnyEvent]
     """Return the limit that holds the decision; None where it may be carried out. `batch`: what the same batch does
     already."""
     match event:
+        case v.NodeIsolated() if watcher := _watcher_of(state, event.node):
+            return BrakeLimit("observe", f"{watcher} is in mode observe")
+        case v.TaskFailed() if event.task in state.tasks and observes(state, state.tasks[event.task]):
+            return _observe_limit(state, state.tasks[event.task])
         case v.NodeIsolated():
             companions = [e.node for e in batch if isinstance(e, v.NodeIsolated) and not is_drained(state, e.node)]
             return isolation_limit(state, event.node, companions)
@@ -91,11 +99,33 @@ def is_drained(state: ClusterState, node: str) -> bool:
 
 def eviction_limit(state: ClusterState, task: Task) -> BrakeLimit | None:
     """Return the limit that keeps workers of the task from being given up on suspicion."""
+    if observes(state, task):
+        return _observe_limit(state, task)
     times_us, most = within_hour(task.troubles.evictions_us, state.now_us), state.brakes.evictions_per_hour
     if len(times_us) < most or (times_us and state.now_us - times_us[-1] < ROUND_US):
         return None
     detail = f"workers of {task.name} were evicted {len(times_us)} times within an hour"
     return BrakeLimit("evictions_per_hour", f"{detail} (policy.evictions_per_hour: {most})")
+
+
+def observes(state: ClusterState, task: Task) -> bool:
+    """Return whether decisions that take workers of the task out, or move them, are told and not carried out."""
+    return "observe" in (state.mode, task.mode)
+
+
+def _observe_limit(state: ClusterState, task: Task) -> BrakeLimit:
+    watcher = "the cluster" if state.mode == "observe" else f"task {task.name}"
+    return BrakeLimit("observe", f"{watcher} is in mode observe")
+
+
+def _watcher_of(state: ClusterState, node: str) -> str:
+    """Return whose mode keeps the node in service: the cluster's, or that of a task that is there or accuses it."""
+    if state.mode == "observe":
+        return "the cluster"
+    for task in state.active:
+        if task.mode == "observe" and (task.troubles.names(node) or state.by_node.of_task(node, task.name)):
+            return f"task {task.name}"
+    return ""
 
 
 def within_hour(times_us: Sequence[int], now_us: int) -> tuple[int, ...]:
@@ -132,7 +162,9 @@ def held_nodes(state: ClusterState) -> tuple[str, ...]:
 
 def stands(state: ClusterState, hold: StandingHold) -> bool:
     """Return whether the hold stands though the decision is not wanted right now: what it accuses the node of is not
-    over. Blows that are too few for the decision hold nothing that a limit does not."""
+    over, or only the next plan says. Blows that are too few for the decision hold nothing that a limit does not."""
+    if hold.action == "plan":
+        return True
     if hold.action != "isolation" or hold.node not in state.nodes or state.nodes[hold.node].isolation.active:
         return False
     blamed = any(i.node == hold.node and i.severity is Severity.SEV1 for i in state.incidents.values())
@@ -147,10 +179,23 @@ def blows(state: ClusterState, node: str) -> int:
     return sum([trouble.strikes.get(node, 0) + trouble.breaks.get(node, 0) for trouble in troubles])
 
 
+def blows_of(state: ClusterState, hold: StandingHold) -> int:
+    """Count the blows that the back-off of the hold goes by."""
+    if hold.action == "failure":
+        return state.tasks[hold.task].troubles.stuck if hold.task in state.tasks else 0
+    return blows(state, hold.node) if hold.action == "isolation" else 0
+
+
 def waits(state: ClusterState, node: str) -> bool:
     """Return whether no worker is started on the node now: its isolation is held, and the back-off is not over."""
     hold = isolation_hold(state, node)
-    return hold is not None and blows(state, node) > hold.blows_over
+    return hold is not None and blows_of(state, hold) > hold.blows_over
+
+
+def waits_in_vain(state: ClusterState, task: Task) -> bool:
+    """Return whether no worker of the task is started now: it would have failed, and the back-off is not over."""
+    hold = state.holds.get(v.hold_key("failure", task=task.name)) if state.holds else None
+    return hold is not None and blows_of(state, hold) > hold.blows_over
 
 
 def start_nodes(missing: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> tuple[str, ...]:
@@ -162,8 +207,8 @@ def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
     """Yield (id, length in microseconds): `hold:` of back-offs on accused nodes; `brake:` of the times from which on a
     limit allows one more."""
     for key, hold in state.holds.items():
-        if hold.action == "isolation" and waits(state, hold.node):
-            number = blows(state, hold.node)
+        number = blows_of(state, hold)
+        if number > hold.blows_over:
             yield f"hold:{key}#{number}", min(BACK_OFF_MAX_US, BACK_OFF_US << min(number - 1, 6))
     for hold in state.holds.values():
         if hold.limit == "isolations_per_hour" and state.isolations_us:
@@ -184,12 +229,15 @@ def _release(task: str, time_us: int, now_us: int) -> tuple[str, int]:
 def hold_text(hold: StandingHold) -> str:
     """Say what is not done, and why it would be."""
     action = v.held_action(hold.action, node=hold.node, task=hold.task, worker=hold.worker)
-    return f"{action}: {hold.reason}; held by policy.{hold.limit}"
+    limit = "mode observe" if hold.limit == "observe" else f"policy.{hold.limit}"
+    return f"{action}: {hold.reason}; held by {limit}"
 
 
 def remedy(hold: StandingHold) -> str:
     """Return the commands that help a person who is called for the hold."""
-    return f"unicronctl drain {hold.node}" if hold.node else f"unicronctl describe task {hold.task}"
+    if hold.node:
+        return f"unicronctl drain {hold.node}"
+    return f"unicronctl describe task {hold.task}" if hold.task else "unicronctl plan show"
 
 
 def hold_lines(state: ClusterState, *, node: str = "", task: str = "") -> list[str]:
@@ -208,3 +256,11 @@ def hold_summary(state: ClusterState) -> str:
     texts = [clean(hold_text(hold)) for hold in state.holds.values()]
     more = f"; and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
     return f"{count(len(texts), 'decision is', 'decisions are')} held: {'; '.join(texts[:_NAMES_MAX])}{more}"
+
+
+def mode_text(state: ClusterState) -> str:
+    """Say which tasks are in mode observe; "" where none is."""
+    if state.mode == "observe":
+        return "observe: what died is restarted, all else is told and not done"
+    tasks = [task.name for task in state.active if task.mode == "observe"]
+    return f"observe for {', '.join(tasks)}: what died is restarted, all else is told and not done" if tasks else ""

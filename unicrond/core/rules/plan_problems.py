@@ -29,6 +29,7 @@ from unicrond.core.faults.links import ends_to_leave
 from unicrond.core.planning.feasibility import Seats, seats_matter, seats_of
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
+from unicrond.core.rules.pinning import Pins, open_capacity, pins_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import NodeStatus, Task
 from unicrond.core.tasks.reshaping import most_workers, planned_shape
@@ -40,24 +41,33 @@ _SECOND_US = 1_000_000
 RESHAPE_TRANSITIONS = 3
 
 
-def problem_of(survey: Survey) -> Problem:
-    """Return the problem that the present nodes and tasks pose, after what has happened since the last plan."""
-    policy, workers = survey.policy, sum(survey.capacity.values())
-    tasks = tuple([_task_problem(survey, task, faulty=_is_faulty(survey, task)) for task in survey.active])
+def problem_of(survey: Survey, pins: Pins | None = None) -> Problem:
+    """Return the problem that the present nodes and tasks pose, after what has happened since the last plan. `pins`:
+    the seats of tasks that keep theirs; None: as their modes say."""
+    pins = pins_of(survey) if pins is None else pins
+    policy, capacity = survey.policy, open_capacity(survey, pins)
+    workers = sum(capacity.values())
+    tasks = tuple(
+        [
+            _task_problem(survey, task, faulty=_is_faulty(survey, task))
+            for task in survey.active
+            if task.name not in pins
+        ]
+    )
     return Problem(
         workers=workers,
         d_running_us=survey.worker_mtbf_us // max(1, workers),
         d_transition_us=int(policy.transition_s * _SECOND_US),
         tasks=tasks,
         churn_us=int(policy.churn_s * _SECOND_US),
-        **_room(survey, survey.capacity, tasks),
+        **_room(survey, capacity, tasks),
     )
 
 
 def situation_of(survey: Survey) -> Situation | None:
     """Return what stands before the next event; None while the last one has not been planned for."""
     state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
-    if not survey.fresh or survey.barred_pairs or any(_is_faulty(survey, task) for task in tasks):
+    if not survey.fresh or survey.barred_pairs or pins_of(survey) or any(_is_faulty(survey, task) for task in tasks):
         return None
     on_node: dict[str, set[str]] = {name: set() for name in capacity}
     for task in tasks:

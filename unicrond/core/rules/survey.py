@@ -147,6 +147,7 @@ class Survey:
                     *(("over quota",) * (task.name in self.over_quota)),
                     *(("fails",) * (task.name in self.failing)),
                     *self.avoided.get(task.name, ()),
+                    *(("observed",) * brakes.observes(state, task)),
                     *(f"starts on {node}" for node in self._starts[task.name]),
                 )
                 for task in self.active

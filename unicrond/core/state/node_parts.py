@@ -7,6 +7,7 @@
 | `Isolation` | that it is out of service (SEV1), and its way back | nodes/isolation.py |
 | `NodeHealth` | what speaks against the machine | folding/nodes.py, accelerators.py |
 | `NodeDeparture` | that it leaves, or is removed | folding/nodes.py |
+| `NodeLogin` | of an enrolled node, with which key it logs in; in the state, beside the nodes | folding/nodes.py |
 
 In bytes and in JSON a node is flat (state_bytes.py); `name=` is a field's key there, where it has another.
 """
@@ -108,3 +109,11 @@ class NodeDeparture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     left_us: int = 0
     removal: str = msgspec.field(default="", name="forgetting")
     leave_ordered: bool = False
+
+
+class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else this ends; 0: never."""
+
+    key: str
+    expires_us: int = 0
+    is_used: bool = False

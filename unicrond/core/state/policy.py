@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from unicrond.core.state.holds import Brakes
 from unicrond.events.vocabulary.field_types import Workers
+from unicrond.events.vocabulary.holds import Mode
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
 SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
@@ -51,7 +52,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `starvation_s`: how long a task may wait without workers before its `min_workers` go first (starvation.py); 0 =
     without end. `silence_s`: how long the silence of all nodes is held to be the head's own trouble before they are
     lost (deafness.py). `isolations_per_hour`, `isolated_share` (of the nodes, at once), `evictions_per_hour` (of a
-    task): how much is taken out without a person (nodes/brakes.py).
+    task): how much is taken out without a person; `mode`: "observe" takes out and moves nothing (nodes/brakes.py).
     `part_bytes`: a membership whose seats take more is split into parts (events/vocabulary/placements.py).
     """
 
@@ -75,6 +76,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     isolations_per_hour: HourLimit = Brakes().isolations_per_hour
     isolated_share: Share = Brakes().isolated_share
     evictions_per_hour: HourLimit = Brakes().evictions_per_hour
+    mode: Mode = "heal"
     part_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
 
 
@@ -107,6 +109,7 @@ class Settings(NamedTuple):
         """Return field -> number by name, for the log."""
         fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
         fields |= {_QUOTA + owner: workers for owner, workers in fields.pop("quotas").items()}
+        fields[OBSERVES] = fields.pop("mode") == "observe"
         fields |= {name: getattr(self, name) for name in _LIMITS if getattr(self, name)}
         for name, usual in _USUAL.items():
             if fields[name] == usual:
@@ -121,7 +124,10 @@ _USUAL = {
     "starvation_s": 0.0,
     "silence_s": 600.0,
     **msgspec.structs.asdict(Brakes()),
+    "observes": False,
 }
+#: 1 where the mode is to be "observe".
+OBSERVES = "observes"
 #: Before the owner's name, where a quota stands among the numbers.
 _QUOTA = "quotas."
 _LIMITS = ("check_timeout_s", "repair_timeout_s")
@@ -135,6 +141,7 @@ def settings_of(numbers: Mapping[str, float]) -> Settings:
     limits = [float(fields.pop(name, 0.0)) for name in _LIMITS]
     fields = {name: number for name, number in fields.items() if not name.startswith(_QUOTA)}
     fields["quotas"] = quotas_among(numbers)
+    fields["mode"] = "observe" if fields.pop(OBSERVES, 0) else "heal"
     return Settings(msgspec.convert(fields, Policy, strict=False), heartbeat_s, *limits)
 
 

@@ -23,6 +23,7 @@ from unicrond.core.state.hang_tally import Lateness
 from unicrond.core.state.holds import Brakes, StandingHold
 from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
+from unicrond.core.state.node_parts import NodeLogin as NodeLogin
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
     Copies,
@@ -41,7 +42,7 @@ from unicrond.core.state.workers import Membership as Membership
 from unicrond.core.state.workers import Worker as Worker
 from unicrond.core.state.workers import WorkerStatus as WorkerStatus
 from unicrond.core.state.workers_by_node import ByNode
-from unicrond.events.vocabulary import Fault, MemoryService, StoreAddress, TaskAssignment, TaskSpec
+from unicrond.events.vocabulary import Fault, MemoryService, Mode, StoreAddress, TaskAssignment, TaskSpec
 from unicrond.events.vocabulary.field_defaults import always
 
 
@@ -118,7 +119,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
     `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: the name of
-    the token that submitted it. `updated_us`: the last time that a person gave it other settings.
+    the token that submitted it. `updated_us`: the last time that a person gave it other settings. `mode`: as a person
+    wants it (nodes/brakes.py).
     """
 
     spec: TaskSpec
@@ -138,6 +140,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     turn: StarvationState = StarvationState()
     owner: str = ""
     updated_us: int = 0
+    mode: Mode = "heal"
     tally_cache: Tally | None = None
     lateness_cache: Lateness | None = None
 
@@ -349,14 +352,6 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fault: Fault
 
 
-class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else this ends; 0: never."""
-
-    key: str
-    expires_us: int = 0
-    is_used: bool = False
-
-
 class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A maintenance window (drains.py). `near`: it is time to empty its nodes."""
 
@@ -389,8 +384,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
     without end. `links`: those that are bad, or were of late (faults/links.py). `alarms`: what people did about them,
     by key (alarms.py). `brakes`: of the present coordinator; `holds`: decisions that are not carried out, by
-    `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py).
-    `silence`: the one that stands (nodes/deafness.py).
+    `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py). `silence`: the one that stands (deafness.py).
+    `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`.
     """
 
     seq: int = always(0)
@@ -425,6 +420,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     holds: dict[str, StandingHold] = {}
     isolations_us: tuple[int, ...] = ()
     silence: Silence | None = None
+    mode: Mode = "heal"
+    configured_mode: Mode = "heal"
     by_node_cache: ByNode | None = None
 
     @property

@@ -97,6 +97,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "group.probing",
     "troubles.local_faults",
     "troubles.evictions_us",
+    "mode",
 )
 
 #: Where each field of a flat node stands in a Node.

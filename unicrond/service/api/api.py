@@ -12,6 +12,7 @@
     POST /v1/tasks/NAME/cancel             {"reason"}
     POST /v1/tasks/NAME/update             another weight, priority, or other bounds: see request_bodies.py
     POST /v1/tasks/NAME/reshape            another layout or size: see core/rules/reshape_requests.py
+    POST /v1/mode, /v1/tasks/NAME/mode     {"mode", "reason"}
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/nodes/NAME/forget             {"leave", "reason"}
@@ -73,12 +74,12 @@ from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tokens import FULL_GRANT, Grant
 from unicrond.service.api.access import Access, AccessDenied, require_owner, require_scope_of_priority
-from unicrond.service.api.alarm_api import AlarmApi
+from unicrond.service.api.alarm_api import AlarmApi, without_people
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.metrics import exposition
 from unicrond.service.api.page_api import PageApi
-from unicrond.service.api.plan_api import PlanApi
+from unicrond.service.api.plan_api import ModeApi, PlanApi
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import (
@@ -171,6 +172,7 @@ class Api:
                 *self._looking.routes(),
                 *self._alarms.routes(),
                 *PlanApi(self._config.policy, self._coordinator).routes(),
+                *ModeApi(self._append, self._task).routes(),
             ]
         )
         return app
@@ -185,9 +187,9 @@ class Api:
         acts = request.method != "GET" or request.path.startswith("/v1/stacks/")
         if acts and is_from_elsewhere(request):
             return error(403, "origin: web pages of others may not control a cluster; use unicronctl")
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        token, address = _token_of(request), request.remote or "?"
         try:
-            grant = self._access.grant(request.method, request.path, token, request.remote or "?", time.monotonic())
+            grant = self._access.grant(request.method, request.path, token, address, time.monotonic())
         except AccessDenied as refusal:
             return error(refusal.status, str(refusal))
         _caller.set(grant)
@@ -228,10 +230,13 @@ class Api:
         body = {"status": self.status(), "trouble": self._coordinator.fault or self._process.trouble()}
         return answer(body, 200 if body["status"] in ("live", "standby") else 503)
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, request: web.Request) -> web.Response:
         """Answer with the `status` and its causes, always 200: killing a coordinator that waits for its log does not
-        help."""
-        return answer(self.condition())
+        help. Who cares for an alarm is told to those alone who may read."""
+        body = self.condition()
+        if not self._access.may_read(_token_of(request), request.remote or "?", time.monotonic()):
+            body["alarms"] = without_people(body["alarms"])
+        return answer(body)
 
     def condition(self) -> dict[str, Any]:
         """Return the body of /healthz."""
@@ -240,7 +245,7 @@ class Api:
         state, alarms = coordinator.state, self._alarms.of_head()
         body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
         body |= {"outbox_backlog": self._outbox_backlog(), "leads": self._process.leads, "heads": self._process.heads}
-        return {**body, "weaker": self._process.weaker()}
+        return {**body, "weaker": self._process.weaker(), "mode": state.mode}
 
     def _outbox_backlog(self) -> dict[str, dict[str, float]]:
         backlogs = self._coordinator.outbox_backlog().items()
@@ -439,3 +444,7 @@ class Api:
         except BadEvent as wrong:
             return error(400, wrong.reason)
         return answer({**about, "seq": seq}, status)
+
+
+def _token_of(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -2,12 +2,14 @@
 
 Rules
 -----
-* A connection is *busy* from the moment that a request's head is whole until its answer is written; else it *waits*.
+* A connection is *busy* from the moment that a request's head is whole until its answer is made; else it *waits*. While
+  the answer is written it waits as well, as who does not read might keep it for ever; but it is the last to be closed.
 * One that waits with half a head, or has never sent a byte, is closed after `HEAD_S`. After an answer it may stay as
   long as aiohttp keeps it (75 s); a body may take `BODY_S` (http_parts.py).
 * There are at most `connections_max`, fewer than the process may have descriptors: the log, the archive and children
   need some. For one more the oldest that waits goes, of the address with the most that wait: who floods pays. Where all
-  are busy the new one is told so, and closed.
+  are busy the new one is told so, and closed. (With TLS it is closed alone: nothing can be said before a handshake.)
+* A connection counts from the moment that it is accepted, before its TLS handshake, which is part of the first head.
 
 What does not live here: who may ask for what (access.py).
 """
@@ -19,8 +21,9 @@ import logging
 import resource
 import ssl
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import cast
 
 from aiohttp import web
@@ -75,7 +78,10 @@ class ApiConnections:
         if connection is not None:
             self._work(connection)
         try:
-            return await handler(request)
+            response = await handler(request)
+            if connection is not None and isinstance(response, web.Response):
+                await self._write(connection, request, response)
+            return response
         finally:
             if connection is not None and request.protocol in self._by_protocol:
                 self._wait(connection)
@@ -87,10 +93,7 @@ class ApiConnections:
         """Listen for the runner's application as long as the context lasts. Raises OSError."""
         loop = asyncio.get_running_loop()
         make = cast(Callable[[], asyncio.Protocol], runner.server)
-        handshake_s = self._head_s if context else None
-        server = await loop.create_server(
-            lambda: _Connection(self, make), host, port, ssl=context, ssl_handshake_timeout=handshake_s
-        )
+        server = await loop.create_server(lambda: _Connection(self, make, context), host, port)
         sweeper = asyncio.create_task(self._sweep(), name="api-connections")
         try:
             yield server
@@ -142,8 +145,21 @@ class ApiConnections:
 
     def owe(self, connection: _Connection) -> None:
         """Note that a part of a head has come, so that the rest is owed."""
-        if connection.owes_since_s is None and connection in self._waiting.get(connection.address, ()):
+        is_waiting = not connection.is_answering and connection in self._waiting.get(connection.address, ())
+        if connection.owes_since_s is None and is_waiting:
             connection.owes_since_s = self._now_s()
+
+    async def _write(self, connection: _Connection, request: web.Request, response: web.Response) -> None:
+        """Write the answer, as aiohttp would after the middleware; there is nothing left for it then."""
+        if request.protocol in self._by_protocol:
+            self._wait(connection)
+        connection.is_answering = True
+        try:
+            with suppress(ConnectionError):  # aiohttp meets it again, and ends the connection
+                await response.prepare(request)
+                await response.write_eof()
+        finally:
+            connection.is_answering = False
 
     def _wait(self, connection: _Connection, *, has_answered: bool = True) -> None:
         connection.owes_since_s = None if has_answered else self._now_s()
@@ -157,7 +173,9 @@ class ApiConnections:
 
     def _oldest_of_most(self) -> _Connection | None:
         crowd = max(self._waiting.values(), key=len, default=None)
-        return next(iter(crowd)) if crowd else None
+        if not crowd:
+            return None
+        return next((connection for connection in crowd if not connection.is_answering), next(iter(crowd)))
 
     def _close(self, connection: _Connection) -> None:
         self.forget(connection)
@@ -175,27 +193,40 @@ class ApiConnections:
 
 
 class _Connection(asyncio.Protocol):
-    """Passes a connection's calls on to aiohttp's protocol. `owes_since_s`: since when a head has been due."""
+    """Passes a connection's calls on to aiohttp's protocol. `owes_since_s`: since when a head has been due;
+    `is_answering`: its answer is being written."""
 
-    def __init__(self, connections: ApiConnections, make: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, connections: ApiConnections, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None
+    ) -> None:
         self._connections = connections
+        self._context = context
         self.inner = make()
         self.address = "?"
         self.owes_since_s: float | None = None
+        self.is_answering = False
         self._transport: asyncio.Transport | None = None
         self._is_admitted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the connection in, or refuse it."""
-        self._transport = cast(asyncio.Transport, transport)
+        """Take the connection in, or refuse it. With TLS this is called again once the handshake is over."""
+        is_accepted, self._transport = self._transport is None, cast(asyncio.Transport, transport)
+        if not is_accepted:
+            self.inner.connection_made(transport)
+            return
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else "?"
         self._is_admitted = self._connections.admit(self)
-        if self._is_admitted:
+        if not self._is_admitted:
+            if self._context is None:
+                self._transport.write(_BUSY)
+            self._transport.close()
+        elif self._context is None:
             self.inner.connection_made(transport)
         else:
-            self._transport.write(_BUSY)
-            self._transport.close()
+            handshake = _Handshake(self, self._context)
+            self._transport.set_protocol(handshake)
+            handshake.connection_made(self._transport)
 
     def data_received(self, data: bytes) -> None:
         """Pass the bytes on."""
@@ -221,7 +252,25 @@ class _Connection(asyncio.Protocol):
         """Pass it on."""
         self.inner.resume_writing()
 
+    def forget(self) -> None:
+        """Count the connection no more."""
+        self._connections.forget(self)
+
     def abort(self) -> None:
         """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
+
+
+class _Handshake(SSLProtocol):
+    """asyncio's TLS, which tells nobody of a connection that is lost before its handshake is over: this one does."""
+
+    def __init__(self, connection: _Connection, context: ssl.SSLContext) -> None:
+        nobody = cast("asyncio.Future[None]", None)  # waits for the handshake
+        super().__init__(asyncio.get_running_loop(), connection, context, nobody, server_side=True)
+        self._connection = connection
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        """Count the connection no more."""
+        super().connection_lost(error)
+        self._connection.forget()

@@ -101,7 +101,7 @@ class StateCollector(Collector):
         isolated = [node for node in nodes if node.isolation.active]
         waits = ((node.name, phase(state, node).value, 1) for node in isolated)
         yield _labelled("unicron_node_isolated", "Isolated nodes, by phase", "node phase", waits)
-        yield _labelled("unicron_held_decisions", "Decisions that brakes hold", "action limit", _holds(state))
+        yield from _holds(state)
         failed = ((node.name, (node.isolation.probation or Probation()).attempts) for node in isolated)
         yield _labelled("unicron_node_failed_checks", "Failed checks and repairs", "node", failed)
         for name, (text, value) in TASK_GAUGES.items():
@@ -183,10 +183,12 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _holds(state: ClusterState) -> Iterator[tuple[str, str, int]]:
-    """Yield the number of held decisions by action and limit."""
-    for (action, limit), number in Counter((hold.action, hold.limit) for hold in state.holds.values()).items():
-        yield action, limit, number
+def _holds(state: ClusterState) -> Iterator[Metric]:
+    """Yield the mode, and the number of held decisions by action and limit."""
+    yield _gauge("unicron_observes", "1 where the cluster is in mode observe", float(state.mode == "observe"))
+    kinds = Counter((hold.action, hold.limit) for hold in state.holds.values()).items()
+    numbers = ((action, limit, number) for (action, limit), number in kinds)
+    yield _labelled("unicron_held_decisions", "Decisions that are held", "action limit", numbers)
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from unicrond.events.vocabulary import Boot, Name, PublicKey, SomeWorkers, Text
+from unicrond.events.vocabulary import Boot, Mode, Name, PublicKey, SomeWorkers, Text
 from unicrond.events.vocabulary.field_types import Priority, Weight
 
 
@@ -33,6 +33,12 @@ class UpdateOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True)
     preemptible: bool | None = None
     min_workers: SomeWorkers | None = None
     max_workers: SomeWorkers | None = None
+
+
+class ModeOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sets the mode of the cluster, or of a task."""
+
+    mode: Mode
 
 
 class OfNode(Reason, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from unicrond.core.nodes.liveness import OWN_NAME
@@ -91,11 +91,14 @@ class Alarms:
 
 def unsaved_alarms(state: ClusterState) -> list[Alarm]:
     """Return an alarm for each active task whose last checkpoint was not written."""
-    return [
-        Alarm("checkpoint-unsaved", f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}", task.name)
-        for task in state.active
-        for saver, reason in sorted(task.progress.save_failures.items())
-    ]
+    alarms = []
+    for task in state.active:
+        failures = [
+            f"{_SAVE_FAILURES[saver]} {reason}" for saver, reason in sorted(task.progress.save_failures.items())
+        ]
+        if failures:  # one alarm of both savers: an alarm's key stands once
+            alarms.append(Alarm("checkpoint-unsaved", f"task {task.name}: {'; '.join(failures)}", task.name))
+    return alarms
 
 
 def silence_alarms(state: ClusterState) -> list[Alarm]:
@@ -129,10 +132,13 @@ class AlarmBoard:
         self._absent_us: dict[str, int] = {}
         self._ended: set[str] = set()
 
-    def endings(self, state: ClusterState, keys: Collection[str], now_us: int) -> list[AlarmEnded]:
-        """Return what is to be said of alarms that are over. `keys`: those that stand; `now_us`: monotonic."""
+    def endings(self, state: ClusterState, standing: Callable[[], Collection[str]], now_us: int) -> list[AlarmEnded]:
+        """Return what is to be said of alarms that are over. To be called at each judgement, also while nothing is
+        handled: what was said then counts no more. `standing`: returns the keys of those that stand, asked where that
+        matters; `now_us`: monotonic."""
         handled = state.alarms
         self._ended &= handled.keys()
+        keys = standing() if handled else ()
         absent = {key: self._absent_us.get(key, now_us) for key in handled if key not in keys}
         self._absent_us = absent
         over = [key for key, since_us in absent.items() if now_us - since_us >= GONE_US and key not in self._ended]

@@ -409,10 +409,12 @@ class Coordinator(Follower):
 
     def _end_alarms(self) -> None:
         """Say in the log which alarms that people have handled are over."""
-        if self.state.alarms and self.state.seq >= self._hold_seq:
-            keys = {alarm.key for alarm in (*self.standing_alarms(), *state_alarms(self.state))}
-            for ending in self._board.endings(self.state, keys, self._clock.monotonic_us()):
+        if self.state.seq >= self._hold_seq:
+            for ending in self._board.endings(self.state, self._alarm_keys, self._clock.monotonic_us()):
                 self._post(ending)
+
+    def _alarm_keys(self) -> set[str]:
+        return {alarm.key for alarm in (*self.standing_alarms(), *state_alarms(self.state))}
 
 
 def _bug(error: Exception) -> str:

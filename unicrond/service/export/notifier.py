@@ -31,9 +31,10 @@ from unicrond.core.replayer import LogStep
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.intake.notify import Destination, Notify
+from unicrond.page.attention import state_alarms
 from unicrond.service.coordinator.clock import CLOCK, Clock
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
-from unicrond.views.notifications import Notice, standing, step_notices, taken_over
+from unicrond.views.notifications import Notice, alarm_notice, standing, step_notices, taken_over
 from unicrond.views.view import View
 
 log = logging.getLogger("unicrond")
@@ -69,7 +70,7 @@ class Notifier(View):
         #: When the matter of a key was last sent.
         self._told_us: dict[str, int] = {}
         self._standing: dict[str, Notice] = {}
-        #: Of these, what somebody has acknowledged or silenced.
+        #: The alarms that somebody has acknowledged or silenced, as seen last.
         self._quiet: set[str] = set()
         self._queues: list[deque[Notification]] = [deque(maxlen=QUEUE_MAX) for _ in config.to]
         self._wake = [asyncio.Event() for _ in config.to]
@@ -134,9 +135,11 @@ class Notifier(View):
         alarms = {row["alarm"]: row["text"] for row in condition["alarms"]}
         notices = standing(self._state, self._clock.wall_us(), no_progress_us, lines, alarms)
         now = {notice.key: notice for notice in notices}
-        was_quiet, self._quiet = self._quiet, {key for key, notice in now.items() if self._is_quiet(notice)}
+        for notice in self._after_silence(now):
+            self._told_us.pop(notice.key, None)  # told before its silence: the end of that is news
+            self._take(notice)
         for key, notice in now.items():
-            if key not in self._standing or key in was_quiet - self._quiet:
+            if key not in self._standing:
                 self._take(notice)
         for key, notice in self._standing.items():
             if key not in now:
@@ -147,6 +150,17 @@ class Notifier(View):
             if now_us - since_us >= self._config.group_s * 1e6:
                 del self._grouped[key]
                 self._send(key, tuple(grouped), now_us)
+
+    def _after_silence(self, now: Mapping[str, Notice]) -> list[Notice]:
+        """Return the notices of the alarms that stand, and are no longer quiet. `now`: what stands, of the head; what
+        the state has is told by its events, and here."""
+        wall_us = self._clock.wall_us()
+        quiet = {key for key, handling in self._state.alarms.items() if handling.is_quiet(wall_us)}
+        loud, self._quiet = self._quiet - quiet, quiet
+        if not loud:
+            return []
+        of_state = [alarm_notice(alarm.key, alarm) for alarm in state_alarms(self._state) if alarm.key in loud]
+        return of_state + [notice for key, notice in now.items() if notice.alarm in loud and key in self._standing]
 
     def _send(self, key: str, notices: tuple[Notice, ...], now_us: int) -> None:
         told_us, is_over = self._told_us.get(key), notices[-1].is_over
