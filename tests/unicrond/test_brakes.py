@@ -13,6 +13,8 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from tests.unicrond.test_escalation import said
 from unicrond.core.fold import fold
 from unicrond.core.nodes import brakes
+from unicrond.core.state.changes import with_task
+from unicrond.core.state.holds import StandingHold
 from unicrond.core.state.policy import Policy, Settings, brakes_among, settings_of
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.events import vocabulary as v
@@ -265,6 +267,16 @@ def test_blow_that_isolates_nobody_keeps_no_hold() -> None:
     cluster.cordon(other)
     rest(cluster)
     assert not held(cluster) and isolated(cluster) == [other] and said(cluster, v.HoldLifted)
+
+
+def test_blows_keep_hold_of_mode_observe() -> None:
+    """No limit of numbers holds it; it is told once, however often the task restarts."""
+    cluster = cluster_of(4)
+    hold = StandingHold(action="isolation", limit="observe", reason="test", since_us=1, node="n1")
+    troubles = replace(cluster.state.tasks["t0"].troubles, strikes={"n1": 1})
+    state = with_task(cluster.state, replace(cluster.state.tasks["t0"], troubles=troubles))
+    assert not brakes.stands(state, hold)
+    assert brakes.stands(replace(state, mode="observe"), hold)
 
 
 def hang(cluster: MiniCluster) -> None:

@@ -170,7 +170,8 @@ def stands(state: ClusterState, hold: StandingHold) -> bool:
     blamed = any(i.node == hold.node and i.severity is Severity.SEV1 for i in state.incidents.values())
     if hold.cause == "hardware" or blamed:
         return True
-    return blows(state, hold.node) > 0 and isolation_limit(state, hold.node) is not None
+    isolation = v.NodeIsolated(node=hold.node, until_us=None, reason=hold.reason)
+    return blows(state, hold.node) > 0 and limit_on(state, isolation) is not None
 
 
 def blows(state: ClusterState, node: str) -> int:
