@@ -23,6 +23,7 @@ from unicrond.events.vocabulary import (
     Event,
     Heartbeat,
     Request,
+    StacksTaken,
     WorkerExited,
 )
 from unicrond.events.wire.codec import API_PRODUCER, COORDINATOR, RESERVED_NAMES
@@ -45,6 +46,13 @@ def events(draw: st.DrawFn, kinds: tuple[type[Event], ...] = EVENT_TYPES) -> Eve
     if isinstance(event, WorkerExited):
         how = draw(st.sampled_from([{"exit_code": 0, "signal": None}, {"exit_code": None, "signal": 9}]))
         return msgspec.structs.replace(event, **how)
+    if isinstance(event, StacksTaken):
+        places = range(len(event.stacks) + 1)
+        workers = tuple(
+            msgspec.structs.replace(worker, worker=f"{event.task}.{number}", stack=draw(st.sampled_from(places)))
+            for number, worker in enumerate(event.workers)
+        )
+        return msgspec.structs.replace(event, workers=workers)
     return event
 
 
