@@ -17,6 +17,8 @@ from unicrond.core.state.task_parts import CALM_ITERATIONS
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
+#: These tests ask who is to blame; how many nodes may be out at once is asked in test_brakes.py.
+UNBRAKED = Policy(isolated_share=1.0)
 SEEDS = range(20)
 
 
@@ -137,7 +139,7 @@ def test_escalation_isolates_only_node_that_breaks_connections(
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_escalation_isolates_exactly_two_bad_nodes_of_five(seed: int, steps: int) -> None:
-    cluster = MiniCluster(seed)
+    cluster = MiniCluster(seed, UNBRAKED)
     for number in range(5):
         cluster.add_host(f"n{number}")
     cluster.submit("big", max_workers=5)
@@ -159,7 +161,7 @@ def test_escalation_isolates_exactly_two_bad_nodes_of_five(seed: int, steps: int
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_bad_switch_leaves_larger_side_training(seed: int, far: list[str], isolated: list[str], steps: int) -> None:
-    cluster = MiniCluster(seed)
+    cluster = MiniCluster(seed, UNBRAKED)
     near = [f"n{number}" for number in range(5) if f"n{number}" not in far]
     assert switched(cluster, near, far, steps) == isolated
 
@@ -168,13 +170,13 @@ def test_bad_switch_leaves_larger_side_training(seed: int, far: list[str], isola
 @pytest.mark.parametrize(("far", "isolated"), [(["n0", "n3"], ["n1", "n2"]), (["n2", "n3"], ["n2", "n3"])])
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_sides_keep_side_with_first_name(seed: int, far: list[str], isolated: list[str], steps: int) -> None:
-    cluster = MiniCluster(seed)
+    cluster = MiniCluster(seed, UNBRAKED)
     near = [f"n{number}" for number in range(4) if f"n{number}" not in far]
     assert switched(cluster, near, far, steps) == isolated
 
 
 def test_equal_sides_keep_side_with_newer_state() -> None:
-    cluster = MiniCluster(1)
+    cluster = MiniCluster(1, UNBRAKED)
     for number in range(4):
         cluster.add_host(f"n{number}")
     cluster.submit("big", max_workers=4)
@@ -208,7 +210,7 @@ def switched(cluster: MiniCluster, near: list[str], far: list[str], steps: int) 
 @pytest.mark.parametrize("seed", range(5))
 def test_two_replicas_lose_no_node_while_task_progresses(seed: int, steps: int, nodes: int) -> None:
     """Either may be at fault. Else one of them is tried; its successor then shows who it was."""
-    cluster = MiniCluster(seed)
+    cluster = MiniCluster(seed, UNBRAKED)
     for number in range(nodes):
         cluster.add_host(f"n{number}")
     cluster.submit("big", max_workers=2)
@@ -589,7 +591,7 @@ def test_node_with_healthy_replicas_is_not_isolated(seed: int, more: int) -> Non
 @pytest.mark.parametrize("seed", SEEDS)
 def test_progressing_task_survives_failures_on_two_other_nodes(seed: int) -> None:
     """They are isolated: that it trains elsewhere says whose fault it is."""
-    cluster = MiniCluster(seed)
+    cluster = MiniCluster(seed, UNBRAKED)
     for number in range(3):
         cluster.add_host(f"n{number}")
     cluster.submit("big", max_workers=3)
