@@ -35,7 +35,7 @@ from unicrond.events.vocabulary.faults import Fault, InjectFault, InjectionReque
 from unicrond.events.vocabulary.field_types import (
     Boot, CorruptionSign, Count, ErrorKind, ExitCause, Factor, FaultKind, FaultPhase, FirstIteration, Gpu,
     LearningRate, LongText, MachineHold, Micros, NAME_PATTERN, Name, Phase, PlanMethod, Positive, PublicKey,
-    RepairNeed, SERIAL_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
+    RepairNeed, SERIAL_MAX, SOURCES_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
     WORKERS_MAX, WorkerId, WorkerOrNone,
 )
 from unicrond.events.vocabulary.holds import (
@@ -87,7 +87,7 @@ __all__ = [
     "DETERMINISTIC",
     "LANES",
     "NAME_PATTERN",
-    "SERIAL_MAX",
+    "SERIAL_MAX", "SOURCES_MAX",
     "WORKERS_MAX",
     "AcceleratorReported",
     "AlarmAcknowledged", "AlarmAssigned", "AlarmEnded", "AlarmSilenced",

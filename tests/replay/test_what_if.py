@@ -135,7 +135,7 @@ def test_whatif_is_sound_at_any_entry(seed: int) -> None:
 
 
 def test_whatif_command_prints_forked_plan(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "log.bin", list(troubled(3).log))
+    log = write_log(tmp_path / "log.bin", list(troubled(4).log))
     done = unicron_replay("whatif", "--log", log, "--set", "tasks.small.weight=9", "--add-nodes", "2", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

@@ -8,8 +8,7 @@ from unicrond.agents.trainer.lifecycle.candidates import newest, ordered
 from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRows, LoadState, Log, Send
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, resume_after
 from unicrond.agents.trainer.lifecycle.results import LoadedState, StateLost
-from unicrond.events.vocabulary import StateLoaded, StateSource
-from unicrond.events.vocabulary.field_types import SOURCES_MAX
+from unicrond.events.vocabulary import SOURCES_MAX, StateLoaded, StateSource
 
 _TRIED_CHARS = 1024
 

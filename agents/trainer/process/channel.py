@@ -176,7 +176,7 @@ class AgentChannel:
         return self._memberships[max(candidates)] if candidates else None
 
     def _wake_thread(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # it is full, and wakes anyway; or the channel has been closed meanwhile
             self._wake_write.send(b"\0")
 
     def _run(self) -> None:

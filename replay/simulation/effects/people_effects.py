@@ -6,7 +6,7 @@ from __future__ import annotations
 from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.cluster.host import Host
 from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
-from unicrond.replay.simulation.faults.faults import SimulatedFault
+from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
 
 #: Seconds from SIGTERM to SIGKILL.
 _GRACE_S = 8.0
@@ -49,10 +49,11 @@ def maintain(world: World, fault: SimulatedFault) -> None:
 
 
 def observe(world: World, fault: SimulatedFault) -> None:
-    """Have the cluster, or a task, observed for the fault's time."""
+    """Have the cluster, or a task, observed for the fault's time, and no longer than there are faults."""
     task = f"t{fault.pick % 3}" if fault.how == "task" else ""
     world.ask(v.ModeRequested(mode="observe", task=task, reason="simulated"))
-    until(world, fault, lambda: world.ask(v.ModeRequested(mode="heal", task=task, reason="simulated")))
+    for_s = min(fault.for_s, FAULTY_UNTIL_S - fault.at_s)
+    world.loop.call_later(for_s, world.ask, v.ModeRequested(mode="heal", task=task, reason="simulated"))
 
 
 def cancel(world: World, fault: SimulatedFault) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -208,11 +208,12 @@ def is_failing(task: Task) -> bool:
     return crashes is not None and crashes.fruitless > 0 and crashes.count >= LOOPING_MIN
 
 
-def avoided_nodes(task: Task, strikes_max: int) -> tuple[str, ...]:
+def avoided_nodes(task: Task, strikes_max: int, may_leave: Callable[[Task, str], bool]) -> tuple[str, ...]:
     """Return the nodes that are not to carry the task's workers where others have room: workers have ended or could not
     be started there again and again, and nothing shows yet whether that follows the node or the program; or its program
-    has failed there alone (local_faults.py)."""
-    troubles, nodes = task.troubles, list(nodes_to_leave(task))
+    has failed there alone (local_faults.py). `may_leave`: whether the plan has the task elsewhere, or room; where
+    it has none, a failure of the program alone is no reason for another plan."""
+    troubles, nodes = task.troubles, [node for node in nodes_to_leave(task) if may_leave(task, node)]
     if troubles.strikes:
         nodes += [node for node, count in troubles.strikes.items() if count >= strikes_max]
     if troubles.crashes is not None and troubles.crashes.count >= strikes_max:

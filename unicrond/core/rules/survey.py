@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -126,7 +127,7 @@ class Survey:
         self.over_quota = over_quota(state)
         self.barred_pairs: tuple[Pair, ...] = barred_pairs(state)
         self.failing = frozenset([task.name for task in self.active if is_failing(task)])
-        avoided = {task.name: avoided_nodes(task, policy.strikes_max) for task in self.active}
+        avoided = {task.name: avoided_nodes(task, policy.strikes_max, self._may_leave) for task in self.active}
         self.avoided: Mapping[str, tuple[str, ...]] = {name: nodes for name, nodes in avoided.items() if nodes}
         #: Per task, the last answer and the parts that it was made of.
         self._staffing: dict[str, tuple[Mapping[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
@@ -173,6 +174,15 @@ class Survey:
         )
         #: Per node, whether the plan would have room without it, with the plan and what it was made for.
         self._room: dict[str, tuple[tuple[int, str], bool]] = before._room if before else {}
+
+    def _may_leave(self, task: Task, node: str) -> bool:
+        """Return whether the plan in force has the task off the node, or another node has a free seat."""
+        assignments = self.state.plan.assignments
+        assignment = assignments.get(task.name)
+        if assignment is None or not any(node in nodes for nodes in assignment.replicas):
+            return True
+        seats = Counter(name for other in assignments.values() for nodes in other.replicas for name in nodes)
+        return any(seats[name] < slots for name, slots in self.capacity.items() if name != node)
 
     def room_without(self, node: str, look: Callable[[Survey, str], bool]) -> bool:
         """Return what `look` says of the plan without the node; it is called once for each plan, nodes and tasks."""
