@@ -4,8 +4,8 @@ Rules of stacks
 ---------------
 * A stack is read of each worker once per generation: a kill and a membership that ask for the same one come together.
 * The order precedes what moves the worker: the shell carries actions out in this order, and a worker reads its messages
-  in this order (trainer/process/channel.py). So nobody waits for a stack but the SIGKILL of its own process, for a
-  bounded time (stack_keeper.py).
+  in this order (trainer/process/channel.py). So only the SIGKILL of a process waits for the stack of that process,
+  for a bounded time (stack_keeper.py).
 * A worker that no membership has named is looked at only where it is killed: it may hang while it starts.
 """
 

@@ -59,7 +59,7 @@ class HoldDecision(Decision, frozen=True, kw_only=True):
 
 
 class DecisionHeld(HoldDecision, frozen=True, kw_only=True):
-    """What the coordinator would do for `reason`, it does not: `limit` holds it, as `detail` says. It is told once."""
+    """Say once that the coordinator does not do what `reason` asks for: `limit` holds it, as `detail` says."""
 
     limit: HoldLimit
     detail: Text

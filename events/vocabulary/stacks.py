@@ -62,9 +62,11 @@ def place_in_program(text: str) -> str:
 
 
 class WorkerStack(Value, frozen=True, kw_only=True):
-    """Where one worker stood. `phase` to `still_us`: by its mark (agents/protocol/marks.py). `collective`: the last
-    that its flight recorder holds, "" where it tells none. `stack`: the number of its text in the event, from 1; 0:
-    none, and `trouble` says why.
+    """Tell where one worker stood.
+
+    `phase` to `still_us`: by its mark (agents/protocol/marks.py). `collective`: the last that its flight recorder
+    holds, "" where it tells none. `stack`: the number of its text in the event, from 1; 0: none, and `trouble` says
+    why.
     """
 
     worker: WorkerId

@@ -57,9 +57,9 @@ CASES = {
     "node silent for 10 s": Case(node="n3", bad_s=10.0),
     "flapping": Case(bad_s=6.0, times=5, well_s=6.0),
     "loses 5 %": Case(bad={"loss": 0.05}, bad_s=60.0),
-    "loses 25 %": Case(bad={"loss": 0.25}, bad_s=120.0),
+    "loses 25 %": Case(bad={"loss": 0.25}, bad_s=60.0),
     "delays 30 ms": Case(bad={"delay_s": 0.03}, bad_s=60.0),
-    "3 Mbit/s": Case(bad={"bytes_per_s": 375_000.0}, bad_s=120.0),
+    "3 Mbit/s": Case(bad={"bytes_per_s": 375_000.0}, bad_s=60.0),
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.integration.faulty_links import CASES, Outcome
 from tests.integration.namespaces import run_case, succeeds
-from unicrond.core.faults.links import PATIENCE_US
 from unicrond.local.dev import HANG_FLOOR_S
 
 matrix = pytest.mark.matrix
@@ -19,12 +18,9 @@ import fcntl, os, struct
 device = os.open("/dev/net/tun", os.O_RDWR)
 fcntl.ioctl(device, 0x400454CA, struct.pack("16sH14x", b"probe", 0x1001))
 """
-#: No more time without a step than this many time limits; whole so soon after the link is good again: probes that find
-#: it so, and the start of a worker on a busy machine.
-LIMITS, WHOLE_S = 3, 20.0
-#: The shortest one is in the plain suite.
-SHORT = "silent for 10 s"
-SILENT = [pytest.param(name, marks=() if name == SHORT else matrix) for name in CASES if name.startswith("silent")]
+#: No more time without a step than this many time limits; whole so soon after the link is good again.
+LIMITS, WHOLE_S = 3, 10.0
+SILENT = [name for name in CASES if name.startswith("silent")]
 
 
 def can_relay() -> bool:
@@ -41,6 +37,14 @@ def run(case: str, directory: Path) -> Outcome:
     return run_case("tests.integration.faulty_links", case, directory, Outcome)
 
 
+def test_silent_link_costs_one_end_once(tmp_path: Path) -> None:
+    """The shortest row, in the plain suite: what happens, not how soon. `make matrix` holds all rows to the figures."""
+    outcome = run("silent for 10 s", tmp_path)
+    assert sum(outcome.evicted.values()) == 1 and set(outcome.evicted) < set(CASES["silent for 10 s"].pair), outcome
+    assert not outcome.isolated and outcome.whole_s >= 0, outcome
+
+
+@matrix
 @pytest.mark.parametrize("case", SILENT)
 def test_task_leaves_one_end_of_a_silent_link(case: str, tmp_path: Path) -> None:
     outcome = run(case, tmp_path)
@@ -64,10 +68,8 @@ def test_flapping_link_is_believed_later_each_time(tmp_path: Path) -> None:
 
 
 @matrix
-@pytest.mark.parametrize(("case", "most"), [("loses 25 %", 2), ("3 Mbit/s", 1)])
-def test_task_leaves_a_link_that_costs_more_than_it_brings(case: str, most: int, tmp_path: Path) -> None:
-    """Two probes in a row may come through a link that loses a quarter: the second time it is believed later."""
+@pytest.mark.parametrize("case", ["loses 25 %", "3 Mbit/s"])
+def test_task_leaves_a_link_that_costs_more_than_it_brings(case: str, tmp_path: Path) -> None:
     outcome = run(case, tmp_path)
-    whole_s = WHOLE_S + (most - 1) * PATIENCE_US / 1e6
-    assert 1 <= sum(outcome.evicted.values()) <= most and set(outcome.evicted) < set(CASES[case].pair), outcome
-    assert not outcome.isolated and 0 <= outcome.whole_s <= whole_s, outcome
+    assert sum(outcome.evicted.values()) == 1 and set(outcome.evicted) < set(CASES[case].pair), outcome
+    assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome

@@ -32,8 +32,27 @@ def decided(cluster: MiniCluster) -> list[v.MembershipDecided]:
 
 
 def taken(cluster: MiniCluster, *workers: v.WorkerStack, texts: tuple[str, ...] = (TEXT,)) -> None:
-    event = v.StacksTaken(node="n0", task="big", generation=1, workers=workers, stacks=texts)
-    cluster.say(cluster.hosts["n0"], event)
+    """Each node reports its own workers; one that has ended is nobody's any more."""
+    known = cluster.state.tasks["big"].workers
+    by_node: dict[str, list[v.WorkerStack]] = {}
+    for worker in workers:
+        node = known[worker.worker].node if worker.worker in known else "n0"
+        by_node.setdefault(node, []).append(worker)
+    for node, stacks in by_node.items():
+        event = v.StacksTaken(node=node, task="big", generation=1, workers=tuple(stacks), stacks=texts)
+        cluster.say(cluster.hosts[node], event)
+
+
+def test_stacks_of_a_worker_of_another_node_are_refused() -> None:
+    cluster = trained(3)
+    _, others = hang(cluster)
+    node = next(n for n in cluster.hosts if n != cluster.state.tasks["big"].workers[others[0]].node)
+    event = v.StacksTaken(node=node, task="big", generation=1, workers=(waits(others[0]),), stacks=(TEXT,))
+    before = cluster.state.quarantined_messages
+    cluster.say(cluster.hosts[node], event)
+    assert cluster.state.quarantined_messages == before + 1
+    assert "runs on" in cluster.state.refusals[-1].reason
+    assert not cluster.state.closed_incidents[-1].stacks
 
 
 def waits(worker: str) -> v.WorkerStack:
@@ -76,7 +95,9 @@ def test_closed_incident_shows_where_all_ranks_stood() -> None:
         accounts.feed(step)
     page = "\n".join(accounts.story("incident", incident.id).lines)
     assert f"{culprit} stands in forward of iteration 4" in page and "no py-spy" in page
-    assert f"stack of {', '.join(others)}:" in page and 'File "/home/anna/train.py", line 62, in reduce' in page
+    assert (
+        all(f"stack of {name}:" in page for name in others) and 'File "/home/anna/train.py", line 62, in reduce' in page
+    )
     assert f"Where the workers stood:\n  {others[0]}, {others[1]}: waits in collective 9" in page
 
 

@@ -155,11 +155,11 @@ def test_local_fault_is_forgotten_when_node_is_mended(how: str) -> None:
     assert not faults(cluster, "big")
 
 
-@pytest.mark.parametrize("apart_s", [60, 2 * 3600])
-def test_second_task_with_local_fault_isolates_node(apart_s: int) -> None:
-    cluster = cluster_of(3)
+def test_tasks_that_fail_on_one_node_alone_isolate_it_never() -> None:
+    """Whoever may submit could raise where he likes, and take nodes from others."""
+    cluster = cluster_of(5)
     bad = ""
-    for name in ("first", "second"):
+    for name in ("first", "second", "third"):
         others = [host for host in cluster.hosts if bad and host != bad]
         for other in others:
             cluster.cordon(other)
@@ -168,17 +168,10 @@ def test_second_task_with_local_fault_isolates_node(apart_s: int) -> None:
         for other in others:
             cluster.uncordon(other)
         bad = bad or place_of(cluster, name)
-        assert place_of(cluster, name) == bad and not said(cluster, v.NodeIsolated)
+        assert place_of(cluster, name) == bad
         run_there(cluster, name, bad)
-        if name == "first":
-            cluster.now_us += apart_s * 1_000_000
-    isolations = said(cluster, v.NodeIsolated)
-    assert [event.node for event in isolations] == ([bad] if apart_s < 3600 else [])
-    if isolations:
-        assert isolations[0].reason.startswith("first and second fail here alone: FileNotFoundError")
-        cluster.run()
-        assert not cluster.state.nodes[bad].isolation.active and len(said(cluster, v.NodeIsolated)) == 1
-        assert not faults(cluster, "first") | faults(cluster, "second"), "it is readmitted, and tried again"
+        assert faults(cluster, name) == {bad}
+    assert not said(cluster, v.NodeIsolated)
 
 
 # --- ends of unknown cause -------------------------------------------------------------------------

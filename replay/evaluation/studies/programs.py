@@ -20,8 +20,9 @@ SIZES = ((16, 1, 3), (64, 2, 5))
 
 
 class ProgramDay(NamedTuple):
-    """What the measured tasks deliver in one day, as shares of failure-free: beside garbage programs, beside idle ones
-    in the same places, and alone. `submissions`: of programs."""
+    """Hold what the measured tasks deliver in one day, as shares of failure-free.
+
+    Beside garbage programs, beside idle ones in the same places, and alone. `submissions`: of programs."""
 
     garbage: float
     idle: float

@@ -18,8 +18,8 @@ faults/blame.py)
   elsewhere, or members that stood elsewhere at that time still stand. Else the task is first tried on another node,
   where one has room (`program_faults.avoided_nodes`), and where none has, it goes on here until it fails. Though others
   train, a node is isolated only after that trial, where the plan has another one for it (`_is_tried_elsewhere`).
-* What a program fails by on one node alone isolates the node where another task, or another loss that is not finite,
-  says the same (faults/local_faults.py).
+* What a program fails by on one node alone isolates the node only where other replicas have computed a finite loss in
+  its place, twice (faults/local_faults.py).
 * A node on which members of the task train is not isolated for workers that end there: the members show that the
   node works. New workers there wait for the next step instead.
 * Nor is it isolated for broken connections while the task makes progress, unless the blame is clear, or one of two

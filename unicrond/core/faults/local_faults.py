@@ -7,13 +7,13 @@ Rules
   where one has room (`nodes_to_leave`; the back-off holds). The same on a second node is the program's, whatever it is.
 * Where the task is calm again without the node, the fault is local to the node, *for that task*: its workers avoid the
   node where others have room, and people are told. Where it is calm on the node, nothing is held against it.
-* One fault of one task isolates no node: transient faults of a program come somewhere each time. Two tasks with a fault
-  that is local to the same node within TOGETHER_US do (`accused_nodes`); then it is checked as any other.
+* It isolates no node, however many tasks have one there: a program may raise what it likes where it likes, and whoever
+  may submit two tasks must not take nodes from others. Each task pays one restart; people are told of the node.
 * A loss that is no finite number is asked of another replica: the survivors of its worker compute the same micro-batch
   of the same iteration with the same parameters. Is theirs not finite either, it has come on two nodes: the program's.
   Do they commit that iteration without the node, it is refuted: the node's, at once, and not forgotten when the task is
   calm there; a second one on the node isolates it. Where no member had survived, or another one of the node has
-  computed it, nothing is refuted, and the rules above hold.
+  computed it, nothing is refuted, and the rules above hold. An isolated node is checked as any other, and comes back.
 * A local fault is forgotten when the node's agent starts anew, when a person uncordons the node, when it is readmitted,
   and when the task is calm on it.
 
@@ -31,7 +31,7 @@ from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import CALM_ITERATIONS, Crashes, LocalFault, Troubles
 from unicrond.events.vocabulary import StepCommitted
 
-#: Local faults of two tasks on one node within this time accuse the node.
+#: Refuted losses on one node within this time accuse the node.
 TOGETHER_US = 3600 * 1_000_000
 
 
@@ -91,17 +91,17 @@ def forgiven(state: ClusterState, node: str) -> ClusterState:
 
 
 def accused_nodes(state: ClusterState) -> Iterator[tuple[str, str]]:
-    """Yield the nodes that local faults isolate, and the reason."""
-    faults: dict[str, dict[str, LocalFault]] = {}
+    """Yield the nodes on which losses were refuted again, and the reason."""
+    refuted: dict[str, dict[str, LocalFault]] = {}
     for task in state.tasks.values():
         for node, fault in task.troubles.local_faults.items():
-            if state.now_us - fault.at_us <= TOGETHER_US:
-                faults.setdefault(node, {})[task.name] = fault
-    for node, by_task in faults.items():
-        if sum(max(1, fault.refuted) for fault in by_task.values()) > 1:
-            newest = max(by_task.values(), key=lambda fault: fault.at_us)
-            tasks = " and ".join(sorted(by_task))
-            yield node, f"{tasks} {'fails' if len(by_task) == 1 else 'fail'} here alone: {newest.text}"
+            if fault.refuted and state.now_us - fault.at_us <= TOGETHER_US:
+                refuted.setdefault(node, {})[task.name] = fault
+    for node, faults in refuted.items():
+        if sum(fault.refuted for fault in faults.values()) > 1:
+            newest = max(faults.values(), key=lambda fault: fault.at_us)
+            tasks = " and ".join(sorted(faults))
+            yield node, f"{tasks} {'fails' if len(faults) == 1 else 'fail'} here alone: {newest.text}"
 
 
 def fault_text(task: Task, node: str) -> str:

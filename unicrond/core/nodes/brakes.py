@@ -261,7 +261,8 @@ def hold_summary(state: ClusterState) -> str:
 
 def mode_text(state: ClusterState) -> str:
     """Say which tasks are in mode observe; "" where none is."""
-    if state.mode == "observe":
-        return "observe: what died is restarted, all else is told and not done"
     tasks = [task.name for task in state.active if task.mode == "observe"]
-    return f"observe for {', '.join(tasks)}: what died is restarted, all else is told and not done" if tasks else ""
+    if state.mode != "observe" and not tasks:
+        return ""
+    names = "" if state.mode == "observe" else f" for {', '.join(tasks)}"
+    return f"observe{names}: the head restarts what died, and only says what else it would do"

@@ -66,6 +66,10 @@ def problem(state: ClusterState, event: v.AnyEvent) -> str:
     worker = task.workers.get(getattr(event, "worker", ""))
     if worker is not None and worker.node != event.node:  # type: ignore[union-attr]  # every observation but requests
         return f"$.event.node: {worker.worker} runs on {worker.node}"
+    if isinstance(event, v.StacksTaken):
+        for stack in event.workers:
+            if (owner := task.workers.get(stack.worker)) is not None and owner.node != event.node:
+                return f"$.event.workers: {stack.worker} runs on {owner.node}"
     if isinstance(event, v.StepCommitted):
         if event.first > event.last:
             return f"$.event.first: {event.first} is after the last, {event.last}"

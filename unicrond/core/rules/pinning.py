@@ -50,10 +50,10 @@ def pins_of(survey: Survey) -> dict[str, tuple[Replica, ...]]:
         missing = len(share.replicas) - len(replicas)
         if missing > 0:
             room = {node: slots for node, slots in free.items() if slots > 0 and _is_of_type(survey, task, node)}
-            found = place({task.name: missing}, {task.name: shape_of(survey, task)}, room, {}).replicas[task.name]
-            for nodes in found:
+            placement = place({task.name: missing}, {task.name: shape_of(survey, task)}, room, {})
+            for nodes in placement.replicas[task.name]:
                 free.subtract(nodes)
-            replicas = [*replicas, *found]
+                replicas = [*replicas, nodes]
         pins[task.name] = tuple(replicas)
     return pins
 

@@ -81,7 +81,7 @@ class Alarm(str):
 
 
 class AlarmHandling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What people did about an alarm, and the reason that came last. Times are by the log; 0 and "": nobody did.
+    """Hold what people did about an alarm, and the reason that came last. Times are by the log; 0 and "": nobody did.
 
     A name is "-" where the API wants no token.
     """

@@ -112,7 +112,8 @@ class NodeDeparture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else this ends; 0: never."""
+    """Name the key with which a node's agent logs in. `is_used`: the agent has joined since. `expires_us`: when an
+    unused key ends; 0: never."""
 
     key: str
     expires_us: int = 0

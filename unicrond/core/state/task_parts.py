@@ -189,7 +189,7 @@ class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LocalFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the task's program has ended by on one node alone, last `at_us` (log time; faults/local_faults.py).
+    """Hold what the task's program has ended by on one node alone, last `at_us` (log time; faults/local_faults.py).
 
     `refuted`: how often it was a loss that other nodes have computed to a finite number; 0: it was something else.
     """
