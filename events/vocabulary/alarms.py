@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from unicrond.events.vocabulary.base import Decision, Request
 from unicrond.events.vocabulary.field_types import Micros, Name, Text
-from unicrond.events.vocabulary.phrases import to_the_second
+from unicrond.events.vocabulary.phrases import span
 
 #: An alarm's name, and behind a colon its subject where there may be several: "outbox-backlog:node3".
 ALARM_PATTERN = r"^[a-z][a-z-]{1,62}(:[A-Za-z0-9][A-Za-z0-9._-]{0,62})?\Z"
@@ -29,17 +29,17 @@ class AlarmAcknowledged(Request, frozen=True, kw_only=True):
 
 
 class AlarmSilenced(Request, frozen=True, kw_only=True):
-    """The alarm notifies nobody until then (log time)."""
+    """The alarm notifies nobody for so long after the request's place in the log."""
 
     is_noteworthy: ClassVar[bool] = True
 
     alarm: AlarmKey
-    until_us: Micros
+    for_us: Micros
     reason: Text
 
     def wish(self) -> str:
         """Say what the person asks for."""
-        return f"alarm {self.alarm} silenced until {to_the_second(self.until_us)}: {self.reason}"
+        return f"alarm {self.alarm} silenced for {span(self.for_us)}: {self.reason}"
 
 
 class AlarmAssigned(Request, frozen=True, kw_only=True):

@@ -44,6 +44,14 @@ def to_the_second(time_us: int) -> str:
     return f"{text.partition('.')[0]}Z" if text.endswith("Z") else text
 
 
+def span(duration_us: int) -> str:
+    """Write a length of time in whole minutes, hours or days, rounded down: 90 min, 3 h, 2 days."""
+    minutes = max(0, duration_us) // 60_000_000
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
+
+
 def guess(word: str, choices: Sequence[str], otherwise: str = "") -> str:
     """Suggest the choice that `word` was meant to be: "did you mean X?", or `otherwise`, by default the list to choose
     from."""

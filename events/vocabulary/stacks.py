@@ -41,11 +41,11 @@ StackText: TypeAlias = Annotated[str, Meta(max_length=STACK_MAX_CHARS)]
 StackReader: TypeAlias = Literal["", "worker", "py-spy", "kernel"]
 
 
-def cut_stack(text: str) -> str:
-    """Return the text, or as many of its first lines as stay within STACK_MAX_CHARS."""
-    if len(text) <= STACK_MAX_CHARS:
+def cut_stack(text: str, max_chars: int = STACK_MAX_CHARS) -> str:
+    """Return the text, or as many of its first lines as stay within `max_chars`."""
+    if len(text) <= max_chars:
         return text
-    return text[: STACK_MAX_CHARS - 4].rpartition("\n")[0] + "\n..."
+    return text[: max_chars - 4].rpartition("\n")[0] + "\n..."
 
 
 def place_in_program(text: str) -> str:

@@ -256,8 +256,7 @@ def _by_people(scene: _Scene) -> None:
     cluster.run()
     alarm = "volume-full:state"
     cluster.append(v.AlarmAcknowledged(alarm=alarm, reason="by hand", requester="anna"), "api", term)
-    until_us = cluster.now_us + 3600 * SECOND_US
-    cluster.append(v.AlarmSilenced(alarm=alarm, until_us=until_us, reason="by hand"), "api", term)
+    cluster.append(v.AlarmSilenced(alarm=alarm, for_us=3600 * SECOND_US, reason="by hand"), "api", term)
     cluster.append(v.AlarmAssigned(alarm=alarm, person="bob", reason="by hand"), "api", term)
     cluster.append(v.AlarmEnded(alarm="node-lost:n3"), "coordinator", term)
     asked = v.ReshapeRequested(task="big", tp=1, pp=1, min_workers=1, max_workers=2, reason="by hand")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
+
 from unicrond.agents.protocol.framing import frame
 from unicrond.agents.protocol.messages import Stacks
 from unicrond.agents.trainer.process.flight import read_stacks
@@ -27,18 +29,26 @@ def stand(depth: int, stands: threading.Event, end: threading.Event) -> None:
         end.wait()
 
 
-def test_stacks_of_all_threads_are_read_with_the_main_thread_first() -> None:
+def deep(depth: int) -> str:
+    return deep(depth - 1) if depth else read_stacks()
+
+
+@pytest.mark.parametrize("depth", [0, 60])
+def test_stacks_of_all_threads_are_read_with_the_main_thread_first(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stands, end = threading.Event(), threading.Event()
     thread = threading.Thread(target=stand, args=(20, stands, end), name="loader")
+    # Tests before this one may have left threads of libraries behind, more than are shown.
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread(), thread])
     thread.start()
     try:
         assert stands.wait(10)
-        text = read_stacks()
+        text = deep(depth)
     finally:
         end.set()
         thread.join()
+    assert len(text) <= STACK_MAX_CHARS
     main, _, loader = text.partition("Thread loader (most recent call first):\n")
-    assert main.startswith("Thread MainThread (most recent call first):\n") and "in test_stacks_of_all" in main
+    assert main.startswith("Thread MainThread (most recent call first):\n") and "in deep" in main
     assert loader.count("in stand") < 20 and "  ..." in loader.splitlines(), "other threads show their last calls"
 
 

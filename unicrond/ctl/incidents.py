@@ -11,7 +11,7 @@ from unicrond.ctl.client import Snapshot
 from unicrond.ctl.client_options import client_of, now_us, print_json, snapshot_of
 from unicrond.display.cluster_tables import incidents_table
 from unicrond.display.tables import Table, show
-from unicrond.events.vocabulary.phrases import to_the_second
+from unicrond.events.vocabulary.phrases import span, to_the_second
 from unicrond.views.incident_groups import IncidentGroup, incident_groups
 
 #: Names in a cell.
@@ -48,9 +48,9 @@ def handle_alarm(options: argparse.Namespace) -> None:
         print_json(answer)
         return
     outcomes = {"acknowledge": "is acknowledged", "silence": "is silenced", "assign": "is assigned"}
-    until = f" until {to_the_second(answer['until_us'])}" if "until_us" in answer else ""
+    length = f" for {span(int(answer['for_s'] * 1e6))}" if "for_s" in answer else ""
     person = f" to {answer['person']}" if "person" in answer else ""
-    print(f"alarm {answer['alarm']} {outcomes[options.command]}{until}{person}")
+    print(f"alarm {answer['alarm']} {outcomes[options.command]}{length}{person}")
 
 
 def groups_of(state: ClusterState) -> list[IncidentGroup]:

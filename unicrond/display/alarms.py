@@ -12,6 +12,7 @@ import msgspec
 
 from unicrond.core.state.alarms import Alarm, AlarmHandling
 from unicrond.core.state.state import ClusterState
+from unicrond.events.vocabulary.phrases import span
 
 
 class AlarmRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -49,20 +50,13 @@ def handling_words(handling: AlarmHandling, now_us: int) -> str:
     """Say what people did about an alarm; "": nobody did anything."""
     words = []
     if handling.acknowledged_us:
-        words.append(f"acknowledged by {handling.acknowledged_by} {_ago(now_us - handling.acknowledged_us)} ago")
+        words.append(f"acknowledged by {handling.acknowledged_by} {span(now_us - handling.acknowledged_us)} ago")
     if now_us < handling.silenced_until_us:
-        rest = _ago(handling.silenced_until_us - now_us)
+        rest = span(handling.silenced_until_us - now_us)
         words.append(f"silenced by {handling.silenced_by} for {rest} more")
     if handling.person:
         words.append(f"assigned to {handling.person}")
     return "; ".join(words)
-
-
-def _ago(span_us: int) -> str:
-    minutes = max(0, span_us) // 60_000_000
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h" if minutes < 2880 else f"{minutes // 1440} days"
 
 
 def alarm_line(row: Mapping[str, Any]) -> str:

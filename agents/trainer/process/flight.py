@@ -23,7 +23,7 @@ import msgspec
 
 from unicrond.agents.protocol.messages import Flight
 from unicrond.events.queries.worker_queries import COLLECTIVES_MAX, Collective
-from unicrond.events.vocabulary.stacks import cut_stack
+from unicrond.events.vocabulary.stacks import STACK_MAX_CHARS, cut_stack
 
 #: library -> the function of torch._C._distributed_c10d that dumps its recorder; a build without NCCL lacks the second.
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -103,20 +103,26 @@ def _count(number: int) -> int:
 
 def read_stacks(frames: Mapping[int, FrameType] | None = None) -> str:
     """Return the stacks, the main thread's first, each with the most recent call first, cut to STACK_MAX_CHARS by whole
-    lines. `frames`: thread -> its innermost frame; None: those of now."""
+    lines: a deep main thread leaves the others up to half of that. `frames`: thread -> its innermost frame; None: those
+    of now."""
     frames = sys._current_frames() if frames is None else frames
     main = threading.main_thread()
     threads = [thread for thread in threading.enumerate() if thread is not main and thread.name not in _OWN]
-    lines: list[str] = []
-    for thread in (main, *threads[:_OTHERS_MAX]):
-        frame = frames.get(thread.ident or 0)
-        if frame is not None:
-            depth = _FRAMES_MAX if thread is main else _OTHER_FRAMES_MAX
-            lines += [f"Thread {thread.name} (most recent call first):", *_lines(frame, depth)]
+    own = _stack(main, frames, _FRAMES_MAX)
+    others = [line for thread in threads[:_OTHERS_MAX] for line in _stack(thread, frames, _OTHER_FRAMES_MAX)]
     if len(threads) > _OTHERS_MAX:
-        lines.append(f"and {len(threads) - _OTHERS_MAX} other threads")
+        others.append(f"and {len(threads) - _OTHERS_MAX} other threads")
     # A file's name, or a thread's, may be no Unicode: a message that cannot be sent would end the channel.
-    return cut_stack("\n".join(lines).encode(errors="replace").decode())
+    own_text, others_text = ("\n".join(lines).encode(errors="replace").decode() for lines in (own, others))
+    if not others:
+        return cut_stack(own_text)
+    room_chars = max(STACK_MAX_CHARS - len(others_text) - 1, STACK_MAX_CHARS // 2)
+    return cut_stack(f"{cut_stack(own_text, room_chars)}\n{others_text}")
+
+
+def _stack(thread: threading.Thread, frames: Mapping[int, FrameType], depth: int) -> list[str]:
+    frame = frames.get(thread.ident or 0)
+    return [] if frame is None else [f"Thread {thread.name} (most recent call first):", *_lines(frame, depth)]
 
 
 def _lines(frame: FrameType | None, depth: int) -> list[str]:

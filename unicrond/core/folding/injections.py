@@ -61,7 +61,7 @@ def alarm_acknowledged(state: ClusterState, event: v.AlarmAcknowledged, _: Envel
 
 def alarm_silenced(state: ClusterState, event: v.AlarmSilenced, _: Envelope) -> ClusterState:
     """Record until when the alarm is to notify nobody."""
-    return _with(state, event, silenced_by=event.requester or _NOBODY, silenced_until_us=event.until_us)
+    return _with(state, event, silenced_by=event.requester or _NOBODY, silenced_until_us=state.now_us + event.for_us)
 
 
 def alarm_assigned(state: ClusterState, event: v.AlarmAssigned, _: Envelope) -> ClusterState:

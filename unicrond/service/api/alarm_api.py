@@ -74,11 +74,10 @@ class AlarmApi:
         """Have the alarm notify nobody for a while."""
         alarm = self._key(request)
         order = await body_of(request, SilenceOrder)
-        until_us = order.until_us()
-        event = AlarmSilenced(alarm=alarm, until_us=until_us, reason=order.reason or _REASON)
-        if problem := silence_problem(self._coordinator.state, event):
+        event = AlarmSilenced(alarm=alarm, for_us=order.for_us, reason=order.reason or _REASON)
+        if problem := silence_problem(event):
             return error(400, problem)
-        return await self._append(event, {"alarm": alarm, "until_us": until_us}, 202)
+        return await self._append(event, {"alarm": alarm, "for_s": order.for_s}, 202)
 
     async def assign(self, request: web.Request) -> web.Response:
         """Record whose the alarm is."""

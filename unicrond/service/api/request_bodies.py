@@ -78,9 +78,10 @@ class SilenceOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     for_s: Annotated[float, Meta(gt=0.0, le=366 * 86400.0)]
 
-    def until_us(self) -> int:
-        """Return the end of the silence in microseconds since the epoch."""
-        return time.time_ns() // 1000 + int(self.for_s * 1e6)
+    @property
+    def for_us(self) -> int:
+        """Return how long in microseconds."""
+        return int(self.for_s * 1e6)
 
 
 class AssignOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True):
