@@ -108,16 +108,19 @@ def read_stacks(frames: Mapping[int, FrameType] | None = None) -> str:
     frames = sys._current_frames() if frames is None else frames
     main = threading.main_thread()
     threads = [thread for thread in threading.enumerate() if thread is not main and thread.name not in _OWN]
-    own = _stack(main, frames, _FRAMES_MAX)
-    others = [line for thread in threads[:_OTHERS_MAX] for line in _stack(thread, frames, _OTHER_FRAMES_MAX)]
+    rest = [line for thread in threads[:_OTHERS_MAX] for line in _stack(thread, frames, _OTHER_FRAMES_MAX)]
     if len(threads) > _OTHERS_MAX:
-        others.append(f"and {len(threads) - _OTHERS_MAX} other threads")
+        rest.append(f"and {len(threads) - _OTHERS_MAX} other threads")
+    main_text, rest_text = (_text(lines) for lines in (_stack(main, frames, _FRAMES_MAX), rest))
+    if not rest_text:
+        return cut_stack(main_text)
+    room_chars = max(STACK_MAX_CHARS - len(rest_text) - 1, STACK_MAX_CHARS // 2)
+    return cut_stack(f"{cut_stack(main_text, room_chars)}\n{rest_text}")
+
+
+def _text(lines: list[str]) -> str:
     # A file's name, or a thread's, may be no Unicode: a message that cannot be sent would end the channel.
-    own_text, others_text = ("\n".join(lines).encode(errors="replace").decode() for lines in (own, others))
-    if not others:
-        return cut_stack(own_text)
-    room_chars = max(STACK_MAX_CHARS - len(others_text) - 1, STACK_MAX_CHARS // 2)
-    return cut_stack(f"{cut_stack(own_text, room_chars)}\n{others_text}")
+    return "\n".join(lines).encode(errors="replace").decode()
 
 
 def _stack(thread: threading.Thread, frames: Mapping[int, FrameType], depth: int) -> list[str]:
