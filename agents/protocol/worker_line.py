@@ -23,9 +23,9 @@ _ANSWER_BYTES = 16
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """Make a line; return the fork server's end, which never blocks, and the worker's."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    return ours, theirs
+    server_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server_end.setblocking(False)
+    return server_end, worker_end
 
 
 class Line:
@@ -51,26 +51,26 @@ class Line:
         return connections[0], int(answer)
 
 
-def has_request(ours: socket.socket) -> bool | None:
+def has_request(server_end: socket.socket) -> bool | None:
     """Return whether the worker asks for a connection; None where its end is closed."""
     try:
-        return ours.recv(_ANSWER_BYTES) == _ASK or None
+        return server_end.recv(_ANSWER_BYTES) == _ASK or None
     except BlockingIOError:
         return False
     except OSError:
         return None
 
 
-def grant(ours: socket.socket, connection: socket.socket, schema: int) -> None:
+def grant(server_end: socket.socket, connection: socket.socket, schema: int) -> None:
     """Answer with a connection. A worker that does not read its answers gets none."""
     with contextlib.suppress(OSError):
-        socket.send_fds(ours, [str(schema).encode("ascii")], [connection.fileno()])
+        socket.send_fds(server_end, [str(schema).encode("ascii")], [connection.fileno()])
 
 
-def deny(ours: socket.socket) -> None:
+def deny(server_end: socket.socket) -> None:
     """Answer that there is no agent."""
     with contextlib.suppress(OSError):
-        ours.send(_NO_AGENT)
+        server_end.send(_NO_AGENT)
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -17,6 +17,7 @@ from unicrond.core.planning.placement import place
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
 from unicrond.core.state.state import ClusterState, Severity, Task
+from unicrond.core.state.task_parts import WARM_UP
 from unicrond.display.cluster_tables import links_table
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
@@ -214,6 +215,133 @@ def test_a_slow_link_is_left_alone_until_it_stops_the_task_twice() -> None:
     assert not cluster.said(v.IncidentEscalated)
 
 
+def slow_report(cluster: LinkedCluster, iteration_us: int) -> v.DegradationObserved:
+    task = cluster.state.tasks["t"]
+    lead = next(iter(task.workers.values()))
+    return v.DegradationObserved(
+        node=lead.node,
+        task="t",
+        worker=lead.worker,
+        generation=task.generation,
+        iteration=9,
+        iteration_us=iteration_us,
+        usual_us=10,
+        slowest="",
+        compute_us=5,
+        others_us=5,
+    )
+
+
+def test_end_that_was_left_returns_when_both_say_so() -> None:
+    """A link that loses a quarter of its packets is found good by one end every few seconds: its other end was taken
+    back, and evicted again."""
+    cluster = LinkedCluster(19, nodes=3)
+    for _ in range(2):
+        cluster.cut("n0", "n1", "slow")
+    (withdrawn,) = cluster.said(v.WorkersWithdrawn)
+    cluster.tell("n1", cluster.watches["n1", "n0"], ("n0", "good"))
+    cluster.run()
+    assert len(cluster.members) == 2 and withdrawn.node not in cluster.members
+    cluster.stand_still()
+    cluster.run()
+    assert len(cluster.said(v.WorkersWithdrawn)) == 1, "once for one cause"
+    cluster.tell("n0", cluster.watches["n0", "n1"], ("n1", "good"))
+    cluster.run()
+    assert cluster.members == ["n0", "n1", "n2"]
+
+
+def test_agent_that_answers_no_probes_keeps_nobody_out() -> None:
+    cluster = LinkedCluster(20, nodes=3)
+    cluster.cut("n0", "n1")
+    cluster.port = 0
+    cluster.add_host("n1")
+    cluster.run()
+    assert not cluster.state.links and cluster.members == ["n0", "n1", "n2"]
+
+
+def test_task_that_is_slow_again_soon_has_its_links_probed_later() -> None:
+    """A busy moment had them probed, and the link that became bad a little later was not looked at for its whole
+    life."""
+    cluster = LinkedCluster(21, nodes=3)
+    lead = cluster.hosts[slow_report(cluster, 20).node]
+    cluster.say(lead, slow_report(cluster, 20))
+    cluster.run()
+    rounds = cluster.state.tasks["t"].group.probing.rounds
+    cluster.conditions[frozenset(("n1", "n2"))] = "slow"
+    cluster.say(lead, slow_report(cluster, 30))
+    cluster.run()
+    assert cluster.state.tasks["t"].group.probing.rounds == rounds and not cluster.state.links
+    cluster.run(passing=("links",))
+    assert cluster.state.tasks["t"].group.probing.rounds == rounds + 1
+    assert list(cluster.state.links) == [link_key("n1", "n2")]
+
+
+def test_task_that_has_become_twice_as_slow_has_its_links_probed_at_once() -> None:
+    cluster = LinkedCluster(22, nodes=3)
+    lead = cluster.hosts[slow_report(cluster, 20).node]
+    cluster.say(lead, slow_report(cluster, 20))
+    cluster.run()
+    cluster.conditions[frozenset(("n1", "n2"))] = "slow"
+    cluster.say(lead, slow_report(cluster, 40))
+    cluster.run()
+    assert list(cluster.state.links) == [link_key("n1", "n2")]
+
+
+def train_at(cluster: LinkedCluster, iteration_us: int) -> None:
+    """As many iterations as tell how long one takes."""
+    membership = cluster.state.tasks["t"].membership
+    assert membership is not None
+    lead, first = membership.members[0], cluster.state.tasks["t"].progress.iteration + 1
+    for iteration in range(first, first + WARM_UP + links.TIMINGS_MIN):
+        committed = v.StepCommitted(
+            node=lead.node,
+            task="t",
+            worker=lead.worker,
+            generation=membership.generation,
+            first=iteration,
+            last=iteration,
+            samples=8,
+            samples_digest=0,
+            loss=1.0,
+            duration_us=iteration_us,
+            micro_batches_by_rank=(1,),
+        )
+        cluster.say(cluster.hosts[lead.node], committed)
+    cluster.run()
+
+
+@pytest.mark.parametrize(("iteration_us", "evictions"), [(1600, 1), (1300, 0)])
+def test_group_that_begins_with_a_slow_link_knows_how_long_iterations_took_before(
+    iteration_us: int, evictions: int
+) -> None:
+    """It stood still once and went on, ten times slower, for a minute: its own baseline knew no better."""
+    cluster = LinkedCluster(24, nodes=3)
+    train_at(cluster, 900)
+    cluster.cut("n0", "n1", "slow")
+    assert not cluster.said(v.WorkersWithdrawn) and len(cluster.members) == 3
+    train_at(cluster, iteration_us)
+    assert len(cluster.said(v.WorkersWithdrawn)) == evictions
+
+
+def test_group_that_does_not_meet_is_probed_after_longer_each_time() -> None:
+    """The deadline of the answers went on as that of the meeting: a round every two seconds."""
+    cluster = LinkedCluster(23, nodes=3)
+    task, now_us = cluster.state.tasks["t"], cluster.now_us
+    membership = replace(task.membership, generation=task.generation + 1)
+    names, lengths = [], []
+    for rounds in (1, 2):
+        for orders in ({"n0": "1.1.n0.1"}, {}):
+            probing = LinkProbing(rounds=rounds, orders=orders, ordered_us=now_us)
+            unmet = replace(
+                task, membership=membership, group=replace(task.group, probing=probing, lead_confirmed=False)
+            )
+            ((name, length_us),) = links.deadlines(with_task(cluster.state, unmet), unmet)
+            names.append(name)
+            lengths.append(length_us)
+    assert len(set(names)) == 4
+    assert lengths == [links.ANSWERS_US, 2 * links.MEETING_US, links.ANSWERS_US, 4 * links.MEETING_US]
+
+
 def test_a_flapping_link_needs_longer_each_time() -> None:
     cluster = LinkedCluster(8, nodes=3)
     patience = []
@@ -333,21 +461,8 @@ def test_people_are_told_of_the_pair_and_of_its_end() -> None:
 def test_a_task_that_is_slow_for_no_workers_fault_has_its_links_probed() -> None:
     cluster = LinkedCluster(12, nodes=3)
     cluster.conditions[frozenset(("n1", "n2"))] = "slow"
-    task = cluster.state.tasks["t"]
-    lead = next(iter(task.workers.values()))
-    slow = v.DegradationObserved(
-        node=lead.node,
-        task="t",
-        worker=lead.worker,
-        generation=task.generation,
-        iteration=9,
-        iteration_us=20,
-        usual_us=10,
-        slowest="",
-        compute_us=5,
-        others_us=5,
-    )
-    cluster.say(cluster.hosts[lead.node], slow)
+    slow = slow_report(cluster, 20)
+    cluster.say(cluster.hosts[slow.node], slow)
     cluster.run()
     assert list(cluster.state.links) == [link_key("n1", "n2")]
     assert len(cluster.members) == 3 and not cluster.said(v.WorkersWithdrawn)
@@ -401,22 +516,9 @@ def test_degradation_of_no_member_has_no_link_probed(worker: str) -> None:
 
 def test_repeated_degradation_is_probed_once_a_minute() -> None:
     cluster = LinkedCluster(16, nodes=3)
-    task = cluster.state.tasks["t"]
-    lead = next(iter(task.workers.values()))
     for _ in range(5):
-        slow = v.DegradationObserved(
-            node=lead.node,
-            task="t",
-            worker=lead.worker,
-            generation=task.generation,
-            iteration=9,
-            iteration_us=20,
-            usual_us=10,
-            slowest="",
-            compute_us=5,
-            others_us=5,
-        )
-        cluster.say(cluster.hosts[lead.node], slow)
+        slow = slow_report(cluster, 20)
+        cluster.say(cluster.hosts[slow.node], slow)
         cluster.run()
     orders = [e for e in cluster.log if isinstance(e.envelope.event, v.ProbeLinks) and e.envelope.event.task]
     assert 0 < len(orders) <= 3

@@ -16,8 +16,11 @@ Rules
   alone; then those without the lead; then the later by name.
 * No plan puts both ends of a silent pair into one task (planning/placement.py). So no end is evicted twice.
 * The pair is watched by both agents, which say when it is good again: for two probes, and after each time that it was
-  bad again within CALM_US of its return for twice as long (PATIENCE_US; at most PATIENCE_MAX_US). Then plans use it.
-* So are those of a task that has become slow while no worker explains half of it (DegradationObserved). A link that is
+  bad again within CALM_US of its return for twice as long (PATIENCE_US; at most PATIENCE_MAX_US). Then plans use it,
+  once both ends say so if a task went on without one of them: a link that loses packets lets one end's probes pass now
+  and then, and the end that returned for that would be evicted again.
+* So are those of a task that has become slow while no worker explains half of it (DegradationObserved): after
+  REPEAT_US where they were probed just now, at once where it has become WORSE times slower since. A link that is
   slow by both ends' word (it loses or delays) is told. It is barred like a silent one until it is good where the
   task's iterations take more than WORTH times as long as they usually would without the cheaper end, the others taking
   its work over; or where a group has stood still twice in a row and no link is silent: the slow one has stopped it.
@@ -49,7 +52,13 @@ MESH_MAX = 16
 NEIGHBOURS_MAX = 32
 #: By how much the rest must be faster than all with the slow link.
 WORTH = 1.1
-_TIMINGS = 5
+#: A slow group is probed again after so long, or once it has become so many times slower: whoever reports it fills
+#: the log with orders and answers.
+REPEAT_US, WORSE = 60_000_000, 2
+#: The ends of names of deadlines: of answers, and of another round in a group that has met. One that stands already
+#: goes on, so those that are about something else must not be called the same.
+ANSWERS, AGAIN = ".answers", ".again"
+TIMINGS_MIN = 5
 #: Steps in search of the cheapest ends.
 _LOOKS_MAX = 4096
 
@@ -172,12 +181,18 @@ def answers_in_us(state: ClusterState, incident: Incident) -> int:
 
 
 def deadlines(state: ClusterState, task: Task) -> Iterator[tuple[str, int]]:
-    """Yield `links:` (id, length in microseconds): where answers of probes are to come, or the group is to meet."""
+    """Yield `links:` (id, length in microseconds): where answers of probes are to come, the group is to meet, or it is
+    time for another round."""
     probing, unmet = task.group.probing, task.membership is not None and not task.confirmed
-    if not probing.orders and (not unmet or len(probed_nodes(state, task)) < 2):
+    if not probing.orders and (not (unmet or probing.is_repeated) or len(probed_nodes(state, task)) < 2):
         return
-    length_us = ANSWERS_US if probing.orders else min(MEETING_US << min(probing.rounds, 16), MEETING_MAX_US)
-    yield f"links:{task.name}#{task.generation}.{probing.rounds}", length_us
+    name = f"links:{task.name}#{task.generation}.{probing.rounds}"
+    if probing.orders:
+        yield f"{name}{ANSWERS}", ANSWERS_US
+    elif unmet:
+        yield name, min(MEETING_US << min(probing.rounds, 16), MEETING_MAX_US)
+    else:
+        yield f"{name}{AGAIN}", max(0, probing.ordered_us + REPEAT_US - state.now_us)
 
 
 def replica_stands_still(task: Task) -> bool:
@@ -198,8 +213,8 @@ def replica_stands_still(task: Task) -> bool:
 def goes_better_without(task: Task, workers: int) -> bool:
     """Return whether the task would be faster without so many of its workers, whose work the others take over."""
     usual_us, members = task.group.probing.usual_us, len(task.member_names)
-    timings = task.pace.timings[-_TIMINGS:]
-    if not usual_us or len(timings) < _TIMINGS or members <= workers:
+    timings = task.pace.timings[-TIMINGS_MIN:]
+    if not usual_us or len(timings) < TIMINGS_MIN or members <= workers:
         return False
     return median(timings) > WORTH * usual_us * members / (members - workers)
 

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from msgspec.structs import replace
 
-from unicrond.core.faults.links import CALM_US, probed_nodes
+from unicrond.core.faults.links import (
+    AGAIN,
+    ANSWERS,
+    CALM_US,
+    REPEAT_US,
+    TIMINGS_MIN,
+    WORSE,
+    among,
+    poor_pairs,
+    probed_nodes,
+)
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import commands, holds, incidents
 from unicrond.core.folding.incidents import Fact, broken_generation
@@ -31,7 +43,9 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
         orders = probing.orders | {event.node: event.command_id}
         ordered_us = state.now_us if first else probing.ordered_us
         rounds = probing.rounds + first
-        probing = replace(probing, rounds=rounds, ordered_us=ordered_us, orders=orders, overdue=False)
+        probing = replace(
+            probing, rounds=rounds, ordered_us=ordered_us, orders=orders, overdue=False, is_repeated=False
+        )
         state = _with_probing(state, task, probing)
     links = dict(state.links)
     if event.task or node is None:
@@ -66,7 +80,21 @@ def links_probed(state: ClusterState, event: v.LinksProbed, _: Envelope) -> Clus
             links[key] = _worse(link, event.node, probe, state.now_us)
         elif link is not None:
             links[key] = _better(link, event.node, state.now_us)
-    return replace(state, links=_newest(links, state.now_us))
+    return _with_usual_times(replace(state, links=_newest(links, state.now_us)), event)
+
+
+def _with_usual_times(state: ClusterState, event: v.LinksProbed) -> ClusterState:
+    """Note how long iterations usually take in groups that have a link that has been found bad just now: what follows
+    tells whether they would be faster without one end. A group that begins with such a link knows no better."""
+    ends = {event.node} | {probe.peer for probe in event.probes if probe.condition in ("slow", "silent")}
+    for task in state.active:
+        probing, timings = task.group.probing, task.pace.timings
+        if probing.usual_us or len(timings) < TIMINGS_MIN or task.membership is None:
+            continue
+        nodes = ends.intersection(member.node for member in task.membership.members)
+        if among(poor_pairs(state), nodes):
+            state = _with_probing(state, task, replace(probing, usual_us=int(median(timings))))
+    return state
 
 
 def _worse(link: NodeLink | None, end: str, probe: v.LinkProbe, now_us: int) -> NodeLink:
@@ -87,18 +115,14 @@ def _better(link: NodeLink, end: str, now_us: int) -> NodeLink:
     conditions = {node: condition for node, condition in link.conditions.items() if node != end}
     took_us = {node: took for node, took in link.took_us.items() if node != end}
     watches = {node: watch for node, watch in link.watches.items() if node != end}
-    restored_us = link.restored_us or now_us
-    return replace(link, conditions=conditions, took_us=took_us, watches=watches, restored_us=restored_us)
+    link = replace(link, conditions=conditions, took_us=took_us, watches=watches)
+    return link if link.is_barred else replace(link, restored_us=link.restored_us or now_us)
 
 
 def _newest(links: dict[str, NodeLink], now_us: int) -> dict[str, NodeLink]:
     """Return the links without those that have been good for long, the newest LINKS_MAX."""
     recent = {key: link for key, link in links.items() if link.conditions or now_us - link.restored_us <= CALM_US}
     return dict(list(recent.items())[-LINKS_MAX:])
-
-
-#: A slow group is not probed again so soon: whoever reports it fills the log with orders and answers.
-REPEAT_US = 60_000_000
 
 
 def forget_links(state: ClusterState, node: str) -> ClusterState:
@@ -109,27 +133,35 @@ def forget_links(state: ClusterState, node: str) -> ClusterState:
 
 
 def meeting_is_long(state: ClusterState, _kind: str, subject: str) -> ClusterState:
-    """Fold the end of `links:`: no answer comes any more; a group that has not met for so long has its links
-    probed."""
+    """Fold the end of `links:`: no answer comes any more; a group that has not met for so long, or is slow again, has
+    its links probed."""
     name, _, round_name = subject.partition("#")
     task = state.tasks.get(name)
-    if task is None or round_name != f"{task.generation}.{task.group.probing.rounds}":
+    number = round_name.removesuffix(AGAIN).removesuffix(ANSWERS)
+    if task is None or number != f"{task.generation}.{task.group.probing.rounds}":
         return state
-    probing = replace(task.group.probing, orders={}, overdue=not task.confirmed)
+    probing = replace(task.group.probing, orders={})
+    if not round_name.endswith(ANSWERS):
+        probing = replace(probing, overdue=not task.confirmed or round_name.endswith(AGAIN))
     return _with_probing(state, task, probing)
 
 
 def degradation_observed(state: ClusterState, event: v.DegradationObserved, _: Envelope) -> ClusterState:
-    """Have the links of a task probed that is slow, though no worker explains it: a link may."""
+    """Have the links of a task probed that is slow, though no worker explains it: a link may. At once, unless they were
+    probed just now and it has not become twice as slow since; then when it is time."""
     task = state.tasks.get(event.task)
     if task is None or event.generation != task.generation or event.worker not in task.member_names:
         return state
     if event.slowest and _explains_slowdown(task, event):
         return state
-    probed_us = task.group.probing.ordered_us
-    if len(probed_nodes(state, task)) < 2 or (probed_us and state.now_us < probed_us + REPEAT_US):
+    if len(probed_nodes(state, task)) < 2:
         return state
-    return _with_probing(state, task, replace(task.group.probing, overdue=True, usual_us=event.usual_us))
+    probing = replace(task.group.probing, usual_us=event.usual_us)
+    is_soon = bool(probing.ordered_us) and state.now_us < probing.ordered_us + REPEAT_US
+    if is_soon and event.iteration_us < WORSE * max(probing.slow_us, event.usual_us):
+        return _with_probing(state, task, replace(probing, is_repeated=True))
+    slow_us = max(probing.slow_us, event.iteration_us)
+    return _with_probing(state, task, replace(probing, overdue=True, slow_us=slow_us))
 
 
 def _explains_slowdown(task: Task, event: v.DegradationObserved) -> bool:

@@ -65,6 +65,8 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     if old is not None and old.status is NodeStatus.LOST and not old.may_go:
         node = _count_return(state, node)
     state = kept_states.forget_kept(with_node(state, node), event.node)  # its agent reports next what it still holds
+    if not node.probe_port:
+        state = links.forget_links(state, event.node)  # nobody could find out that they are good again
     if old is not None and old.agent.boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
         state = local_faults.forgiven(state, event.node)

@@ -129,6 +129,8 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         probing=LinkProbing(
             orders={node: order for node, order in task.group.probing.orders.items() if node in group_nodes},
             ordered_us=task.group.probing.ordered_us,
+            # The same members take as long as before, were their links as they were.
+            usual_us=task.group.probing.usual_us if again else 0,
         ),
     )
     task = replace(task, pace=evidence.pace_at_regroup(task, state.now_us))

@@ -12,7 +12,8 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     how long its probe took. `since_us`: since when it is bad, or was; `restored_us`: when it was found good again, 0:
     it is not. `times`: how often it has become bad, each time soon after it was good. `watches`: end -> the agent that
     probes it again and again, the agent of the other end that answers, and for how long it must be good to be believed
-    (microseconds). `has_stopped_task`: it has stopped a task, though something passes.
+    (microseconds). `has_stopped_task`: it has stopped a task, which went on without one end. Then both must say that it
+    is good: through a link that loses packets some probes come quickly.
     """
 
     first: str
@@ -43,7 +44,7 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_barred(self) -> bool:
         """Return whether no task may be on both ends."""
-        return self.is_silent or (self.has_stopped_task and self.is_poor)
+        return self.is_silent or (self.has_stopped_task and bool(self.conditions))
 
     def opposite(self, end: str) -> str:
         """Return the other end."""
@@ -59,6 +60,7 @@ class LinkProbing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Probes of the links within the newest group. `rounds`: how often all were ordered, `ordered_us`: when last;
     `orders`: node -> the command that it has not answered. `overdue`: another round is due: the group has not met for
     long, or is slow for no worker's fault; `usual_us`: how long its iterations take when it is not (0: it is not slow).
+    `slow_us`: how long they took when that last asked for a round; `is_repeated`: it was reported again too soon.
     """
 
     rounds: int = 0
@@ -66,3 +68,5 @@ class LinkProbing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     overdue: bool = False
     usual_us: int = 0
     ordered_us: int = 0
+    slow_us: int = 0
+    is_repeated: bool = False
