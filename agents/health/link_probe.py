@@ -9,6 +9,8 @@ Rules
   a connection is reachable: `unknown`, since its agent may be starting.
 * `unknown` also where this process got no CPU time meanwhile: a busy machine says nothing about the link.
 * `slow`: all bytes returned on one of them, and not on both within SLOW_S.
+* Of a silent link each end also says whether it hears the other's datagrams (datagrams.py): that names the way that is
+  cut.
 * The server echoes what a client sends, BYTES at most, for AT_ONCE clients at a time: it reveals nothing.
 * A peer that is not good is probed again every EVERY_S, until it has been good for the patience that the order names,
   and at least twice; that is reported, and the watch is over. A newer order for the peer replaces it.
@@ -24,6 +26,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from unicrond.agents.health.datagrams import Datagrams
 from unicrond.events.vocabulary import LinkCondition, LinkProbe, LinksProbed, ProbedPeer, ProbeLinks
 
 logger = logging.getLogger("unicrond.agents")
@@ -44,6 +49,7 @@ class LinkProber:
         self._address = address
         self._report = report
         self._server: asyncio.Server | None = None
+        self._datagrams = Datagrams(node)
         self._answering = 0
         self._running: set[asyncio.Task[None]] = set()
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -56,6 +62,7 @@ class LinkProber:
             logger.error("cannot answer probes of links at %s (%s): bad links are found later", self._address, error)
             return 0
         port: int = self._server.sockets[0].getsockname()[1]
+        await self._datagrams.serve(self._address, port)
         return port
 
     def probe(self, order: ProbeLinks) -> None:
@@ -68,6 +75,7 @@ class LinkProber:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._datagrams.close()
         if self._server is not None:
             self._server.close()
 
@@ -90,7 +98,13 @@ class LinkProber:
             writer.close()
 
     async def _probe_all(self, order: ProbeLinks) -> None:
-        probes = await asyncio.gather(*(probe_peer(peer, self._address) for peer in order.peers))
+        began_s, sending = time.monotonic(), asyncio.create_task(self._datagrams.send(order.peers))
+        try:
+            probes = await asyncio.gather(*(probe_peer(peer, self._address) for peer in order.peers))
+        finally:
+            sending.cancel()
+        # The other end may have begun, and ended, a little earlier.
+        probes = [self._with_way(probe, began_s - LIMIT_S) for probe in probes]
         if order.task:
             self._report(LinksProbed(node=self._node, command_id=order.command_id, probes=tuple(probes)))
         for peer, outcome in zip(order.peers, probes, strict=True):
@@ -99,6 +113,12 @@ class LinkProber:
                     before.cancel()
                 watch = asyncio.create_task(self._watch(order, peer), name=f"watch of the link to {peer.node}")
                 self._watches[peer.node] = watch
+
+    def _with_way(self, probe: LinkProbe, since_s: float) -> LinkProbe:
+        """Return a silent probe with whether the peer is heard."""
+        if probe.condition != "silent":
+            return probe
+        return replace(probe, hears_peer=self._datagrams.has_heard(probe.peer, since_s))
 
     async def _watch(self, order: ProbeLinks, peer: ProbedPeer) -> None:
         """Probe the peer until it has been good for long enough, and report that."""

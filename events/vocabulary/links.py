@@ -47,11 +47,14 @@ class ProbeLinks(Command, frozen=True, kw_only=True):
 
 
 class LinkProbe(Value, frozen=True, kw_only=True):
-    """What a probe of the way to `peer` and back found."""
+    """What a probe of the way to `peer` and back found. `hears_peer`: though nothing came back, datagrams of the peer
+    came meanwhile, so that way works.
+    """
 
     peer: Name
     condition: LinkCondition
     took_us: Duration
+    hears_peer: bool = False
 
 
 class LinksProbed(Observation, frozen=True, kw_only=True):
@@ -63,7 +66,11 @@ class LinksProbed(Observation, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        bad = [f"{p.peer} {p.condition} ({seconds(p.took_us)})" for p in self.probes if p.condition != "good"]
+        bad = [
+            f"{p.peer} {p.condition} ({seconds(p.took_us)}{', but is heard' if p.hears_peer else ''})"
+            for p in self.probes
+            if p.condition != "good"
+        ]
         good = [probe.peer for probe in self.probes if probe.condition == "good"]
         parts = [f"links of {self.node}: {', '.join(bad)}"] if bad else [f"links of {self.node} are good"]
         return "; ".join(parts + ([f"to {', '.join(good)}"] if good and not bad else []))

@@ -1,4 +1,5 @@
-"""Probes of links (health/link_probe.py) to peers that answer both connections, one of them late, or none."""
+"""Probes of links (health/link_probe.py) to peers that answer both connections, one of them late, or none; and
+datagrams that name the way of a silent link that is cut (health/datagrams.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from unicrond.agents.health.datagrams import NAMES_MAX, Datagrams
 from unicrond.agents.health.link_probe import BYTES, SLOW_S, LinkProber, probe_peer
-from unicrond.events.vocabulary import ProbedPeer
+from unicrond.events.vocabulary import LinksProbed, ProbedPeer, ProbeLinks
 
 HOST = "127.0.0.1"
 NEVER_S = 30.0
@@ -57,3 +59,45 @@ async def test_agent_answers_probes_and_a_closed_port_says_nothing() -> None:
     assert (await probe_peer(peer, HOST)).condition == "good"
     await prober.close()
     assert (await probe_peer(peer, HOST)).condition == "unknown"
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+async def test_end_of_a_silent_link_says_whether_it_hears_the_other(*, is_heard: bool) -> None:
+    outcome: asyncio.Future[LinksProbed] = asyncio.get_running_loop().create_future()
+    prober, peer = LinkProber("n1", HOST, outcome.set_result), Datagrams("n2")
+    port = await prober.serve()
+    writers = []
+    silent = await asyncio.start_server(lambda _, writer: writers.append(writer), HOST, 0)
+    silent_port = silent.sockets[0].getsockname()[1]
+    await peer.serve(HOST, silent_port)
+    to_prober = ProbedPeer(node="n1", host="localhost", port=port if is_heard else silent_port)
+    sending = asyncio.create_task(peer.send([to_prober]))
+    order = ProbeLinks(
+        command_id="1.1.n1.1",
+        node="n1",
+        epoch=1,
+        peers=(ProbedPeer(node="n2", host=HOST, port=silent_port),),
+        task="t",
+        generation=1,
+    )
+    prober.probe(order)
+    (probe,) = (await outcome).probes
+    assert (probe.condition, probe.hears_peer) == ("silent", is_heard)
+    assert peer.has_heard("n1", 0.001), "both ends of a probe send"
+    sending.cancel()
+    peer.close()
+    for writer in writers:
+        writer.close()
+    silent.close()
+    await prober.close()
+
+
+def test_datagrams_of_strangers_fill_no_memory() -> None:
+    datagrams = Datagrams("n1")
+    for number in range(2 * NAMES_MAX):
+        datagrams.datagram_received(f"n{number}".encode(), None)
+    datagrams.datagram_received(b"n" * 64, None)
+    datagrams.datagram_received(b"\xff\n", None)
+    assert not datagrams.has_heard("n0", 0.001) and not datagrams.has_heard("n" * 64, 0.001)
+    assert datagrams.has_heard(f"n{2 * NAMES_MAX - 1}", 0.001)
+    assert len(datagrams._heard_s) == NAMES_MAX

@@ -51,6 +51,9 @@ def test_task_leaves_one_end_of_a_silent_link(case: str, tmp_path: Path) -> None
     assert outcome.standstill_s <= LIMITS * float(HANG_FLOOR_S), outcome
     assert sum(outcome.evicted.values()) == 1 and set(outcome.evicted) < set(CASES[case].pair), outcome
     assert not outcome.isolated and 0 <= outcome.whole_s <= WHOLE_S, outcome
+    first, second = CASES[case].pair
+    is_named = any(f"reason={first} -> {second} is cut; the other way works" in line for line in outcome.sentences)
+    assert is_named is not CASES[case].both, outcome
 
 
 @matrix

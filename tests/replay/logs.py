@@ -219,7 +219,7 @@ def _of_large_tasks(scene: _Scene) -> None:
     peers = (v.ProbedPeer(node="n3", host="n3", port=9),)
     order = v.ProbeLinks(command_id=f"{term}.1.n0.79", node="n0", epoch=1, peers=peers, task="gone", generation=1)
     cluster.append(order, "coordinator", term)
-    probes = (v.LinkProbe(peer="n3", condition="slow", took_us=200_000),)
+    probes = (v.LinkProbe(peer="n3", condition="silent", took_us=1_000_000, hears_peer=True),)
     cluster.say(scene.host, v.LinksProbed(node="n0", command_id=order.command_id, probes=probes))
     withdrawn = v.WorkersWithdrawn(task="gone", node="n0", peers=("n3",), reason="by hand")
     cluster.append(withdrawn, "coordinator", term)

@@ -37,6 +37,8 @@ class LinkedCluster(MiniCluster):
         self.blind: set[str] = set()
         #: Who never answers.
         self.mute: set[str] = set()
+        #: Who hears the datagrams of others.
+        self.hearers: set[str] = set()
         self.watches: dict[tuple[str, str], str] = {}
         #: Where agents that join from now on answer probes.
         self.port = 9
@@ -69,7 +71,15 @@ class LinkedCluster(MiniCluster):
         return "good" if node in self.blind else self.conditions.get(frozenset((node, peer)), "good")
 
     def tell(self, node: str, command_id: str, *found: tuple[str, str]) -> None:
-        probes = [v.LinkProbe(peer=peer, condition=condition, took_us=SECOND_US) for peer, condition in found]  # type: ignore[arg-type]
+        probes = [
+            v.LinkProbe(
+                peer=peer,
+                condition=condition,  # type: ignore[arg-type]
+                took_us=SECOND_US,
+                hears_peer=condition == "silent" and node in self.hearers,
+            )
+            for peer, condition in found
+        ]
         self.say(self.hosts[node], v.LinksProbed(node=node, command_id=command_id, probes=tuple(probes)))
 
     def group_up(self, task: str) -> bool:
@@ -405,6 +415,34 @@ def test_what_both_ends_say_makes_a_link_silent() -> None:
     assert replace(link, conditions={"a": "silent", "b": "silent"}).is_barred
     slow = replace(link, conditions={"a": "silent", "b": "slow"})
     assert slow.is_poor and not slow.is_barred and replace(slow, has_stopped_task=True).is_barred
+
+
+@pytest.mark.parametrize(
+    ("hears", "text"),
+    [
+        ({"n1"}, "n1 -> n0 is cut; the other way works"),
+        ({"n0"}, "n0 -> n1 is cut; the other way works"),
+        (set(), "nothing passes between n0 and n1"),
+        ({"n0", "n1"}, "nothing passes between n0 and n1"),
+    ],
+)
+def test_story_names_the_way_that_is_cut(hears: set[str], text: str) -> None:
+    """An end that hears the other, and is not heard, shows which."""
+    cluster = LinkedCluster(25, nodes=3)
+    cluster.hearers = hears
+    cluster.cut("n0", "n1")
+    (withdrawn,) = cluster.said(v.WorkersWithdrawn)
+    assert withdrawn.reason == text
+    assert cluster.state.closed_incidents[-1].message == text
+    (row,) = links_table(cluster.state).rows
+    assert row[1] == text.partition(";")[0].removesuffix(" between n0 and n1")
+
+
+def test_way_is_named_by_both_ends_alone() -> None:
+    link = NodeLink(first="a", second="b", conditions={"a": "silent", "b": "silent"}, hears={"a": True, "b": False})
+    assert link.cut_way == ("a", "b")
+    assert replace(link, hears={"a": True}).cut_way is None
+    assert replace(link, conditions={"a": "silent", "b": "slow"}).cut_way is None
 
 
 NAMES = [f"n{number}" for number in range(6)]

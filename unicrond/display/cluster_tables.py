@@ -266,7 +266,7 @@ def links_table(state: ClusterState) -> Table:
     rows = [
         (
             f"{link.first}-{link.second}",
-            "nothing passes" if link.is_silent else "slow",
+            f"{' -> '.join(way)} is cut" if (way := link.cut_way) else "nothing passes" if link.is_silent else "slow",
             f"{max(link.took_us.values(), default=0) / 1e6:.2f} s",
             "no task on both" if link.is_barred else "none",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(link.since_us / 1e6)),

@@ -227,6 +227,8 @@ def is_awaited(task: Task) -> bool:
 def pair_text(state: ClusterState, pair: Pair) -> str:
     """Say, for people, what is wrong between two nodes."""
     link = state.links.get(link_key(*pair))
+    if link is not None and (way := link.cut_way) is not None:
+        return f"{way[0]} -> {way[1]} is cut; the other way works"
     if link is None or link.is_silent:
         return f"nothing passes between {pair[0]} and {pair[1]}"
     took_us = max(link.took_us.values(), default=0)

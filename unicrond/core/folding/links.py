@@ -107,15 +107,19 @@ def _worse(link: NodeLink | None, end: str, probe: v.LinkProbe, now_us: int) -> 
         times = link.times + 1 if again else 1
         link = NodeLink(first=first, second=second, since_us=now_us, times=times)
     conditions = link.conditions | {end: probe.condition}
-    return replace(link, conditions=conditions, took_us=link.took_us | {end: probe.took_us})
+    hears = {node: is_heard for node, is_heard in link.hears.items() if node != end}
+    if probe.condition == "silent":
+        hears[end] = probe.hears_peer
+    return replace(link, conditions=conditions, took_us=link.took_us | {end: probe.took_us}, hears=hears)
 
 
 def _better(link: NodeLink, end: str, now_us: int) -> NodeLink:
     """Return the link after an end has found it good."""
     conditions = {node: condition for node, condition in link.conditions.items() if node != end}
     took_us = {node: took for node, took in link.took_us.items() if node != end}
+    hears = {node: is_heard for node, is_heard in link.hears.items() if node != end}
     watches = {node: watch for node, watch in link.watches.items() if node != end}
-    link = replace(link, conditions=conditions, took_us=took_us, watches=watches)
+    link = replace(link, conditions=conditions, took_us=took_us, hears=hears, watches=watches)
     return link if link.is_barred else replace(link, restored_us=link.restored_us or now_us)
 
 

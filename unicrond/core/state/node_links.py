@@ -9,17 +9,19 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Two nodes whose link was bad when it was probed last, or has been of late.
 
     `conditions`: end -> what it says of the way to the other one and back, of those that say anything bad; `took_us`:
-    how long its probe took. `since_us`: since when it is bad, or was; `restored_us`: when it was found good again, 0:
-    it is not. `times`: how often it has become bad, each time soon after it was good. `watches`: end -> the agent that
-    probes it again and again, the agent of the other end that answers, and for how long it must be good to be believed
-    (microseconds). `has_stopped_task`: it has stopped a task, which went on without one end. Then both must say that it
-    is good: through a link that loses packets some probes come quickly.
+    how long its probe took; `hears`: whether it hears the other, of ends to which nothing comes back. `since_us`: since
+    when it is bad, or was; `restored_us`: when it was found good again, 0: it is not. `times`: how often it has become
+    bad, each time soon after it was good. `watches`: end -> the agent that probes it again and again, the agent of the
+    other end that answers, and for how long it must be good to be believed (microseconds). `has_stopped_task`: it
+    has stopped a task, which went on without one end. Then both must say that it is good: through a link that loses
+    packets some probes come quickly.
     """
 
     first: str
     second: str
     conditions: dict[str, str] = {}
     took_us: dict[str, int] = {}
+    hears: dict[str, bool] = {}
     since_us: int = 0
     restored_us: int = 0
     times: int = 1
@@ -45,6 +47,14 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_barred(self) -> bool:
         """Return whether no task may be on both ends."""
         return self.is_silent or (self.has_stopped_task and bool(self.conditions))
+
+    @property
+    def cut_way(self) -> tuple[str, str] | None:
+        """Return from which end nothing comes to which, where the other way works and both ends say so."""
+        hearers = [end for end in self.ends if self.hears.get(end)]
+        if not self.is_silent or len(hearers) != 1 or len(self.hears) != len(self.ends):
+            return None
+        return hearers[0], self.opposite(hearers[0])
 
     def opposite(self, end: str) -> str:
         """Return the other end."""
