@@ -34,6 +34,8 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches_by_rank: tuple[int, ...]
     micro_batches_repeated: int
     checksums: Checksums | None = None
+    not_plain: int = 0
+    not_plain_us: int = 0
 
     def event(self, node: Name, task: Name) -> StepCommitted:
         """Return the observation that stands for the whole sum."""
@@ -75,6 +77,8 @@ def add(before: CommitSum | None, worker: WorkerId, commit: IterationCommitted) 
             micro_batches_by_rank=commit.micro_batches_by_rank,
             micro_batches_repeated=commit.micro_batches_repeated,
             checksums=commit.checksums,
+            not_plain=int(not commit.is_plain),
+            not_plain_us=0 if commit.is_plain else commit.duration_us,
         )
     return CommitSum(
         worker=worker,
@@ -90,4 +94,6 @@ def add(before: CommitSum | None, worker: WorkerId, commit: IterationCommitted) 
         ),
         micro_batches_repeated=before.micro_batches_repeated + commit.micro_batches_repeated,
         checksums=commit.checksums or before.checksums,
+        not_plain=before.not_plain + (not commit.is_plain),
+        not_plain_us=before.not_plain_us + (0 if commit.is_plain else commit.duration_us),
     )

@@ -112,7 +112,7 @@ class IterationCommitted(WireMessage, frozen=True, kw_only=True):
     """An iteration was committed; sent by the leader (first member) alone, after every step.
 
     The agent sums these up to at most one StepCommitted a second and task: so this is no event. `checksums`: those that
-    were made in this iteration.
+    were made in this iteration. `is_plain`: no checkpoint was under way, nor any section that the program declares.
     """
 
     generation: Count
@@ -124,6 +124,7 @@ class IterationCommitted(WireMessage, frozen=True, kw_only=True):
     micro_batches_by_rank: tuple[Count, ...]
     micro_batches_repeated: Count
     checksums: Checksums | None = None
+    is_plain: bool = True
 
 
 class Flight(WireMessage, frozen=True, kw_only=True):

@@ -42,7 +42,9 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     `samples_digest`: sum mod 2**61 of sample_hash(iteration, sample) over every sample used. `micro_batches_by_rank`:
     finished micro-batches per replica, in replica order. `micro_batches_repeated`: micro-batches that were computed
     again because a replica was lost. `loss`: of iteration `last`. `duration_us`: wall time of `first` to `last`.
-    `checksums`: the newest that were made in these; None: none was.
+    `checksums`: the newest that were made in these; None: none was. `not_plain`: how many of these held a checkpoint
+    under way, or what the program had declared to be busy with, and took `not_plain_us` together: they say nothing of
+    the nodes.
     """
 
     generation: Serial
@@ -55,6 +57,8 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     micro_batches_by_rank: CountByRank
     micro_batches_repeated: Small = always(0)
     checksums: Checksums | None = None
+    not_plain: Small = 0
+    not_plain_us: Duration = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""

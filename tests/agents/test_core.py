@@ -482,6 +482,16 @@ def test_commits_are_reported_first_singly_then_summed(node: Node) -> None:
     assert ("commits", "a") not in node.timers
 
 
+def test_commit_sum_tells_iterations_during_checkpoints_apart(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", committed(1, 1))
+    for iteration, is_plain in ((2, True), (3, False), (4, False)):
+        node.say("a.1", msgspec.structs.replace(committed(1, iteration), is_plain=is_plain))
+    node.fire("commits", "a")
+    step = node.of(StepCommitted)[-1]
+    assert (step.last, step.duration_us, step.not_plain, step.not_plain_us) == (4, 30, 2, 20)
+
+
 def test_commit_sum_carries_newest_checksum(node: Node) -> None:
     member(node, "a.1", 1)
     node.say("a.1", committed(1, 1))

@@ -101,6 +101,27 @@ def test_busy_section_counts_as_no_compute() -> None:
     assert detection.compute_time.compute_us <= (time.monotonic() - began_s - evaluation_s) * 1e6
 
 
+def test_iteration_that_stood_still_for_a_checkpoint_is_not_plain() -> None:
+    context: Any = SimpleNamespace(
+        settings=WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0),
+        launch=SimpleNamespace(spec=TaskSpec(name="t"), reporter=REPORTER),
+        mark=Marker(None),
+        channel=SimpleNamespace(send=lambda _: None),
+    )
+    group: Any = SimpleNamespace(set_timeout=lambda _: None)
+    for stand_still in (lambda d: d.saving(), lambda d: d.section("checkpoint", 60.0)):
+        detection = Detection(context, [])
+        assert detection.is_plain(100)
+        with stand_still(detection):
+            time.sleep(0.001)
+        assert not detection.is_plain(1000)
+        assert detection.is_plain(60_000_000), "a little of it counts as none"
+        assert not detection.complete(committed(1, 1), is_writing=False).is_plain
+        detection.commit(1, 1000, group)
+        assert detection.complete(committed(1, 2), is_writing=False).is_plain, "the next one"
+        assert not detection.complete(committed(1, 2), is_writing=True).is_plain, "it is written beside the iterations"
+
+
 def test_commit_carries_checksum_common_to_replicas() -> None:
     """Of the parameters that its iteration began with; also where it is told again, in another group."""
     context: Any = SimpleNamespace(

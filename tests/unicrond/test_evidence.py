@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.test_plan_problems import told
 from unicrond.core.rules.estimates import CALM_US
 from unicrond.core.rules.plan_problems import problem_of
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.task_parts import UNPLAIN_MAX
 from unicrond.core.state.work import iteration_flop
 from unicrond.core.worth.costs import settle
 from unicrond.core.worth.evidence import HALF_LIFE_US
@@ -34,8 +36,16 @@ def healthy_us(nodes: Sequence[str]) -> int:
     return STEP_US // len(nodes)
 
 
-def train_for(cluster: MiniCluster, seconds: float, step_us: Callable[[Sequence[str]], int], task: str = "t") -> None:
-    """Train in log time, an iteration in as much time as the group's nodes need."""
+def train_for(
+    cluster: MiniCluster,
+    seconds: float,
+    step_us: Callable[[Sequence[str]], int],
+    task: str = "t",
+    *,
+    is_saving: bool = False,
+) -> None:
+    """Train in log time, an iteration in as much time as the group's nodes need. `is_saving`: a checkpoint is under
+    way."""
     until_us = cluster.now_us + int(seconds * SECOND_US)
     while cluster.now_us < until_us:
         cluster.run()
@@ -48,6 +58,7 @@ def train_for(cluster: MiniCluster, seconds: float, step_us: Callable[[Sequence[
         step = v.StepCommitted(
             node=lead.node, task=task, worker=lead.worker, generation=membership.generation, first=at, last=at,
             samples=8, samples_digest=0, loss=1.0, duration_us=took_us, micro_batches_by_rank=(1,),
+            not_plain=int(is_saving), not_plain_us=took_us * is_saving,
         )  # fmt: skip
         cluster.say(cluster.hosts[lead.node], step)
     cluster.run()
@@ -224,6 +235,43 @@ def test_clean_measurements_hold_and_slow_nodes_leave_no_trace(seed: int) -> Non
         flops = iteration_flop(task.spec) * SECOND_US / step_us(nodes_of(cluster))
         assert throughput(task)(wanted) == pytest.approx(flops, rel=0.06)
         assert len(nodes_of(cluster)) == wanted
+
+
+@pytest.mark.parametrize("is_saving", [True, False])
+def test_iterations_during_a_checkpoint_say_nothing_of_the_nodes(*, is_saving: bool) -> None:
+    """A write of a minute beside the iterations made them slow, and that stood as what the nodes achieve."""
+    cluster = small_cluster("n1", "n2", "n3", max_workers=3)
+    train_for(cluster, CALM_US / SECOND_US + 60, healthy_us)
+    healthy = cluster.state.tasks["t"].pace.measurements["3"]
+    train_for(cluster, CALM_US / SECOND_US + 60, healthy_us)
+    train_for(cluster, 15 * 3 * STEP_US / 3 / SECOND_US, lambda nodes: 3 * healthy_us(nodes), is_saving=is_saving)
+    assert (cluster.state.tasks["t"].pace.measurements["3"] == healthy) is is_saving
+
+
+def test_task_that_always_saves_is_as_fast_as_it_is_then() -> None:
+    cluster = small_cluster("n1", "n2", max_workers=2)
+    train_for(cluster, 2 * UNPLAIN_MAX * STEP_US / 2 / SECOND_US, healthy_us, is_saving=True)
+    pace = cluster.state.tasks["t"].pace
+    assert set(pace.timings) == {STEP_US // 2} and "2" in pace.measurements
+
+
+def test_report_of_several_iterations_counts_the_plain_ones() -> None:
+    cluster = small_cluster("n1", "n2", max_workers=2)
+    train_for(cluster, 5 * STEP_US / SECOND_US, healthy_us)
+    membership, task = cluster.state.tasks["t"].membership, cluster.state.tasks["t"]
+    assert membership is not None
+    lead, first = membership.members[0], task.progress.iteration + 1
+    step = v.StepCommitted(
+        node=lead.node, task="t", worker=lead.worker, generation=membership.generation, first=first, last=first + 2,
+        samples=8, samples_digest=0, loss=1.0, duration_us=2 * 70 + 1000, micro_batches_by_rank=(1,),
+        not_plain=1, not_plain_us=1000,
+    )  # fmt: skip
+    cluster.say(cluster.hosts[lead.node], step)
+    assert cluster.state.tasks["t"].pace.timings[-1] == 70
+    cluster.say(
+        cluster.hosts[lead.node], replace(step, first=first + 3, last=first + 3, not_plain=9, not_plain_us=10**9)
+    )
+    assert cluster.state.tasks["t"].pace.timings[-1] == 70, "whatever a report says, nothing is divided by it"
 
 
 # --- what a failure counts -----------------------------------------------------------------------

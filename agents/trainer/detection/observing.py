@@ -188,11 +188,19 @@ class Detection:
 
     def commit(self, iteration: int, duration_us: int, group: ShardGroup) -> None:
         """Note the end of the iteration, after `duration_us`."""
-        saved = _SAVING * self._saving_us > duration_us
+        saved = self.has_saved(duration_us)
         if _SAVING * self._busy_us <= duration_us:
             self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
         self._saving_us = self._busy_us = 0
         self._limit_collectives(group)
+
+    def has_saved(self, duration_us: int) -> bool:
+        """Return whether the present iteration, of so long, has stood still for a checkpoint."""
+        return _SAVING * self._saving_us > duration_us
+
+    def is_plain(self, duration_us: int) -> bool:
+        """Return whether it has stood still neither for a checkpoint nor for a section of the program."""
+        return not self.has_saved(duration_us) and _SAVING * self._busy_us <= duration_us
 
     def _is_saving(self, iteration: int) -> bool:
         """Return whether the iteration's time holds the checkpoint of the one before."""
@@ -223,6 +231,12 @@ class Detection:
     def record_sums(self, number: int) -> None:
         """Record the checksum of the sums of gradients of the iteration that was observed last."""
         self._sums = number
+
+    def complete(self, commit: IterationCommitted, *, is_writing: bool) -> IterationCommitted:
+        """Return the commit of the present iteration with what was observed in it. `is_writing`: a state is on its way
+        to storage."""
+        is_plain = self.is_plain(commit.duration_us) and not is_writing
+        return msgspec.structs.replace(self.with_checksums(commit), is_plain=is_plain)
 
     def with_checksums(self, commit: IterationCommitted) -> IterationCommitted:
         """Return the commit with the checksums of the parameters that it began with, if all replicas have made the

@@ -121,8 +121,10 @@ class EffectHandlers:
     # --- noting ----------------------------------------------------------------------------------
 
     def _send(self, effect: e.Send) -> None:
-        message, channel = effect.message, self.context.channel
-        channel.send(self.detection.with_checksums(message) if isinstance(message, IterationCommitted) else message)
+        message = effect.message
+        if isinstance(message, IterationCommitted):
+            message = self.detection.complete(message, is_writing=self.saving.is_writing)
+        self.context.channel.send(message)
 
     def _log(self, effect: e.Log) -> None:
         print(f"{self.context.launch.worker}: {effect.text}", flush=True)

@@ -164,6 +164,11 @@ class Saving:
             return False
         return True
 
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a state is on its way to storage, beside the iterations."""
+        return self._storing is not None and not self._storing.done()
+
     # --- capturing -------------------------------------------------------------------------------
 
     def _tree(self, iteration: int, loss: float) -> dict[str, Any]:

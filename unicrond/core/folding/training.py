@@ -12,6 +12,7 @@ from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import (
     CALM_ITERATIONS,
     TIMINGS_MAX,
+    UNPLAIN_MAX,
     WARM_UP,
     GroupHealth,
     Pace,
@@ -64,13 +65,23 @@ def _progress(progress: TaskProgress, event: v.StepCommitted, now_us: int) -> Ta
 
 
 def _pace(pace: Pace, event: v.StepCommitted, *, newest: bool) -> Pace:
-    """Record the time of the committed iterations, if the group has warmed up."""
-    iteration_us = event.duration_us // max(1, event.last - event.first + 1)
+    """Record the time of the committed iterations, if the group has warmed up; those during checkpoints are no
+    timing."""
+    iterations = max(1, event.last - event.first + 1)
+    iteration_us = event.duration_us // iterations
     if not newest or not iteration_us:
         return replace(pace, iteration_us=iteration_us)
     if pace.warm_up_reports < WARM_UP:
         return replace(pace, iteration_us=iteration_us, warm_up_reports=pace.warm_up_reports + 1)
-    return replace(pace, iteration_us=iteration_us, timings=(*pace.timings, iteration_us)[-TIMINGS_MAX:])
+    plain, plain_us = iterations - event.not_plain, event.duration_us - event.not_plain_us
+    if plain <= 0 or plain_us <= 0:
+        if pace.unplain_reports < UNPLAIN_MAX:
+            return replace(pace, iteration_us=iteration_us, unplain_reports=pace.unplain_reports + 1)
+        timing_us = iteration_us
+    else:
+        timing_us = plain_us // plain
+        pace = replace(pace, unplain_reports=0) if pace.unplain_reports else pace
+    return replace(pace, iteration_us=iteration_us, timings=(*pace.timings, timing_us)[-TIMINGS_MAX:])
 
 
 def _group(group: GroupHealth, event: v.StepCommitted, formed_after: int, *, calm: bool) -> GroupHealth:

@@ -3,7 +3,9 @@
 Rules
 -----
 * *Throughput.* The median time of an iteration over the last reports of the present group (at least REPORTS_MIN,
-  the first ones left out as warm-up, so that single checkpoints and hiccups do not count) gives T at the group's size.
+  the first ones left out as warm-up, so that single hiccups do not count) gives T at the group's size. Iterations
+  during which a checkpoint was under way, or a section that the program declares, are no such reports: they say nothing
+  of healthy nodes (`StepCommitted.not_plain`). Where there are no others for UNPLAIN_MAX reports, they count.
   Where it differs by more than a twentieth from what is believed, or nothing was known of the task at all,
   `ThroughputCorrected` says so: on the same nodes at most once in CALM_US, unless it asks for a plan.
 * *What was measured stands with its circumstances* (worth/evidence.py). Where these are gone, or long ago, the belief

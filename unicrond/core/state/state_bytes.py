@@ -98,6 +98,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "troubles.local_faults",
     "troubles.evictions_us",
     "mode",
+    "pace.unplain_reports",
 )
 
 #: Where each field of a flat node stands in a Node.

@@ -30,6 +30,9 @@ from unicrond.events.vocabulary.placements import PartialMembership
 #: How many timings of a task's iterations the state remembers, and how many of a group's first it leaves out.
 TIMINGS_MAX = 15
 WARM_UP = 2
+#: Reports without a plain iteration, one after the other, after which they count: a task that always saves is as fast
+#: as it is so.
+UNPLAIN_MAX = 120
 #: Iterations of one generation after which a broken connection before it is forgotten.
 CALM_ITERATIONS = 10
 
@@ -106,7 +109,8 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration_us`: per iteration, by the last report. `timings`: by the last TIMINGS_MAX reports of the present
-    generation, its first WARM_UP left out (`warm_up_reports`: how many have come). `measurements`: workers -> FLOP/s
+    generation, its first WARM_UP left out (`warm_up_reports`: how many have come), and iterations during checkpoints
+    (`unplain_reports`: how many came last that had no others). `measurements`: workers -> FLOP/s
     that were measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none
     yet. `other_layouts`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and
     D_move, likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none
@@ -119,6 +123,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     iteration_us: int = always(0)
     timings: tuple[int, ...] = always(())
     warm_up_reports: int = always(0)
+    unplain_reports: int = 0
     measurements: dict[str, int] = always({})
     transition_us: int = always(0)
     other_layouts: dict[str, dict[str, int]] = {}
