@@ -6,6 +6,7 @@ import msgspec
 
 from unicrond.agents.protocol.messages import Identity
 from unicrond.events.vocabulary import ExitCause, Gpu, MemoryService, Name, TaskSpec
+from unicrond.events.vocabulary.field_types import NameOrNone
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -42,6 +43,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpu: Gpu = ""
     #: Where this agent answers probes of its links (link_probe.py); 0: nowhere.
     probe_port: int = 0
+    #: What fails as one with the node, as a rack or a switch; "": not told.
+    domain: NameOrNone = ""
 
     def user_of(self, spec: TaskSpec) -> Identity | None:
         """Return the user that the task runs as; None means the agent's own user, or (users.refusal) that it may not

@@ -54,6 +54,7 @@ def join(transition: Transition) -> None:
             since_boot=transition.memory.since_boot,
             gpu=config.gpu,
             probe_port=config.probe_port,
+            domain=config.domain,
         )
     )
     if transition.state.machine is not None:

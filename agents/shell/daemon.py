@@ -115,6 +115,7 @@ class Agent(Shell):
             logs=str(run_dir.logs),
             users=options.users,
             gpu=options.gpu_type or gpu_type(driver.models if driver else ()),
+            domain=options.domain,
             vanished=self._kills.cause_since_last_agent(),
         )
 

@@ -17,6 +17,7 @@ from unicrond.agents.kubernetes.node_object import NodeObject
 from unicrond.agents.protocol.messages import Identity
 from unicrond.events.nats.connection import Login
 from unicrond.events.vocabulary import Gpu, Name
+from unicrond.events.vocabulary.field_types import NameOrNone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +26,14 @@ class Options:
 
     `grace_s`: from SIGTERM to the end, unless `hand_over`: then SIGTERM leaves the workers to the next agent.
     `memory_bytes`: for states of training; None: a quarter of what may be used (host.py), 0: none. `accelerators`: the
-    source of their health. `gpu_type`: "": as the driver has it. `logs_dir`: of workers; None: in the
-    run directory. `shows_output`: on stdout too (output_mirror.py). `logs_max_age_s`, `logs_max_bytes`:
-    None: see output_pruning.py. `states_in_clear`: between nodes, though the node's key carries a certificate. `users`:
-    that tasks may run as (task_users.py). `limits`: of each worker. `cgroup`: where workers get cgroups of their own;
-    None: this process's. `pass_env`: further variables that tasks of `users` may see. `only_checks`: join nothing
-    (preflight.py). `supervise`: keep an agent in a process of its own (events/host/init_process.py). `new_log`: begin
-    on whatever log there is (event_log_guard.py). `kubernetes`: the machine's Node object, None: there is none
-    (kubernetes/).
+    source of their health. `gpu_type`: "": as the driver has it. `domain`: what fails as one with the node; "": not
+    told. `logs_dir`: of workers; None: in the run directory. `shows_output`: on stdout too (output_mirror.py).
+    `logs_max_age_s`, `logs_max_bytes`: None: see output_pruning.py. `states_in_clear`: between nodes, though the node's
+    key carries a certificate. `users`: that tasks may run as (task_users.py). `limits`: of each worker. `cgroup`: where
+    workers get cgroups of their own; None: this process's. `pass_env`: further variables that tasks of `users` may see.
+    `only_checks`: join nothing (preflight.py). `supervise`: keep an agent in a process of its own
+    (events/host/init_process.py). `new_log`: begin on whatever log there is (event_log_guard.py). `kubernetes`: the
+    machine's Node object, None: there is none (kubernetes/).
     """
 
     nats: tuple[str, ...]
@@ -52,6 +53,7 @@ class Options:
     logs_max_bytes: int | None = None
     accelerators: Choice = "auto"
     gpu_type: Gpu = ""
+    domain: NameOrNone = ""
     states_in_clear: bool = False
     users: tuple[Identity, ...] = ()
     limits: tuple[Limit, ...] = ()

@@ -40,6 +40,8 @@ Slots: TypeAlias = Annotated[int, Meta(ge=1, le=SLOTS_MAX)]
 #: Workers of a task or of a cluster, or ranks in it; the largest cluster this is for.
 WORKERS_MAX = 131_072
 NODES_MAX = 65_536
+#: Nodes that one event names: of the longest names they are a tenth of the largest event.
+NODES_NAMED_MAX = 1024
 #: Users of one node's list, and places that one worker looks for a state in.
 USERS_MAX, SOURCES_MAX = 256, 256
 Workers: TypeAlias = Annotated[int, Meta(ge=0, le=WORKERS_MAX)]

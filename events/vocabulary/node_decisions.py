@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from unicrond.events.vocabulary.base import Decision, Value
-from unicrond.events.vocabulary.field_types import Count, Duration, FirstSerial, Micros, Name, Text
-from unicrond.events.vocabulary.phrases import seconds
+from unicrond.events.vocabulary.field_types import (
+    NODES_NAMED_MAX,
+    Count,
+    Duration,
+    FirstSerial,
+    Micros,
+    Name,
+    NameOrNone,
+    Text,
+)
+from unicrond.events.vocabulary.phrases import abridge, count, seconds
 
 
 class Evidence(Value, frozen=True, kw_only=True):
@@ -33,17 +44,23 @@ class NodeLost(Decision, frozen=True, kw_only=True):
 
 class NodesLost(Decision, frozen=True, kw_only=True):
     """So many nodes have fallen silent together that one cause is likeliest (a rack, a switch, power): their workers
-    count as lost, and no machine is to blame.
+    count as lost, and no machine is to blame. `domain`: the label that they share. `joins`: they belong to the outage
+    that stands: what one event has no room for, and those of a domain that fall silent later than the rest.
     """
 
     is_noteworthy: ClassVar[bool] = True
 
-    nodes: tuple[Name, ...]
+    nodes: Annotated[tuple[Name, ...], Meta(max_length=NODES_NAMED_MAX)]
     reason: Text
+    domain: NameOrNone = ""
+    joins: bool = False
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        return f"{len(self.nodes)} nodes lost together ({', '.join(self.nodes)}): {self.reason}"
+        domain = f" of {self.domain}" if self.domain else ""
+        names = f"{count(len(self.nodes), 'node')}{domain}"
+        together = "lost with those before" if self.joins else "lost together"
+        return f"{names} {together} ({abridge(self.nodes)}): {self.reason}"
 
     def nodes_named(self) -> Iterator[str]:
         """Yield the nodes that it names."""

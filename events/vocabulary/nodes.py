@@ -19,6 +19,7 @@ from unicrond.events.vocabulary.field_types import (
     MachineHold,
     Micros,
     Name,
+    NameOrNone,
     Pid,
     Port,
     RepairNeed,
@@ -64,7 +65,8 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
 
     `users`: those that tasks may run as, the first where a task names none; empty: all tasks run as the agent's own.
     `since_boot`: the first agent of its run directory; commands for earlier agents are void. 0: not known. `gpu`: the
-    type of its GPUs; "": not known. `probe_port`: where the agent answers probes of its links; 0: nowhere.
+    type of its GPUs; "": not known. `probe_port`: where the agent answers probes of its links; 0: nowhere. `domain`:
+    what fails as one with it, as a rack or a switch; "": not told.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -81,6 +83,7 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     since_boot: Boot = 0
     gpu: Gpu = ""
     probe_port: Port = 0
+    domain: NameOrNone = ""
 
     def sentence(self) -> str:
         """Say it in one sentence."""

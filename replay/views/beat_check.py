@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, Liveness
+from unicrond.core.nodes.outages import held_domains
 from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
@@ -93,7 +94,7 @@ class BeatCheck:
                 self._begin_at(stretch.begin_us, liveness, state)
             self._now_us = min(self._now_us + tick_us, until_us)
             self._hear_beats(liveness)
-            for verdict in liveness.verdicts(state.nodes, self._now_us, state.silence):
+            for verdict in liveness.verdicts(state.nodes, self._now_us, state.silence, held_domains(state)):
                 for name in verdict.nodes if isinstance(verdict, v.NodesLost) else ():
                     self._verdict_us[v.NodeLost, name] = self._now_us
                 self._verdict_us[type(verdict), getattr(verdict, "node", "")] = self._now_us

@@ -74,7 +74,14 @@ from unicrond.events.vocabulary.placements import runs_of
 NODE = "n1"
 STORE = StoreAddress(host="127.0.0.1", port=4000)
 CONFIG = AgentConfig(
-    node=NODE, address="127.0.0.1", slots=2, version="1", agent_boot=1, agent_socket="/run/a.sock", logs="/run/logs"
+    node=NODE,
+    address="127.0.0.1",
+    slots=2,
+    version="1",
+    agent_boot=1,
+    agent_socket="/run/a.sock",
+    logs="/run/logs",
+    domain="rack7",
 )
 
 

@@ -23,6 +23,13 @@ def test_flags_parse_to_options(run_dir: Path) -> None:
     assert options.nats == ("nats://127.0.0.1:4222",)
 
 
+def test_domain_comes_by_flag_or_variable(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse([*GOOD, "--run-dir", str(run_dir)]).domain == ""
+    assert parse([*GOOD, "--run-dir", str(run_dir), "--domain", "eu-1a.rack7"]).domain == "eu-1a-rack7"
+    monkeypatch.setenv("UNICRON_AGENT_DOMAIN", "rack8")
+    assert parse([*GOOD, "--run-dir", str(run_dir)]).domain == "rack8"
+
+
 def test_flags_set_log_retention(run_dir: Path) -> None:
     options = parse([*GOOD, "--run-dir", str(run_dir)])
     assert (options.logs_dir, options.logs_max_age_s, options.logs_max_bytes) == (None, None, None)
@@ -47,6 +54,7 @@ def test_flags_set_log_retention(run_dir: Path) -> None:
         (("--logs-days", "-1"), ("--logs-days", "days")),
         (("--creds", "/no/such/file"), ("--creds", "is not a file")),
         (("--run-dir", "/" + "x" * 120), ("--run-dir", "too long")),
+        (("--domain", "rack 7"), ("--domain", "not a valid name")),
         (("--colour", "red"), ("--colour",)),
     ],
 )

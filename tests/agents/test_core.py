@@ -117,7 +117,7 @@ def trouble(kind: str) -> ErrorReported:
 
 def test_new_node_joins_with_its_store(node: Node) -> None:
     (joined,) = node.of(NodeJoined)
-    assert (joined.store.port, joined.slots, joined.workers) == (4000, 2, ())
+    assert (joined.store.port, joined.slots, joined.workers, joined.domain) == (4000, 2, (), "rack7")
 
 
 def test_changed_store_address_repeats_join(node: Node) -> None:

@@ -186,6 +186,7 @@ class MiniCluster:
         memory: v.MemoryService | None = None,
         users: tuple[str, ...] = (),
         gpu: str = "",
+        domain: str = "",
     ) -> None:
         host = self.hosts.setdefault(name, Host(name, slots))
         host.gpu = gpu or host.gpu
@@ -207,6 +208,7 @@ class MiniCluster:
             memory=memory,
             users=users,
             gpu=host.gpu,
+            domain=domain,
         )
         self.say(host, joined)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_deaf_head import returned
 from tests.unicrond.test_departures import of
 from tests.unicrond.test_liveness import NAMES, Bus, node
-from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR
+from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, VerdictLimiter
+from unicrond.core.nodes.outages import GATHER_MAX_US, GATHER_US, Domains, Loss, losses
+from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import NodeStatus
+from unicrond.display.cluster_tables import nodes_table
+from unicrond.display.describe import describe_object
 from unicrond.events import vocabulary as v
+from unicrond.page.view import view
 
 RACKS = [f"{rack}{number}" for rack in "abc" for number in range(3)]
 
@@ -62,9 +68,9 @@ def test_most_nodes_are_lost_as_one_after_longer() -> None:
     assert bus.kinds(2.5, NAMES[:1]) == ["NodesLost"]
 
 
-def rack_cluster(seed: int) -> MiniCluster:
-    cluster = MiniCluster(seed)
-    for name in RACKS:
+def rack_cluster(seed: int, hold_s: float = 0.0, *, spares: tuple[str, ...] = ()) -> MiniCluster:
+    cluster = MiniCluster(seed, Policy(outage_hold_s=hold_s))
+    for name in [*RACKS, *spares]:
         cluster.add_host(name)
     cluster.submit("big", max_workers=5)
     cluster.submit("small", max_workers=4)
@@ -112,3 +118,249 @@ def test_returns_from_outage_are_no_flaps(times: int) -> None:
         returned(cluster, name)
     cluster.run()
     assert not any(each.health.returns_us for each in cluster.state.nodes.values())
+
+
+# --- the hold ------------------------------------------------------------------------------------
+
+
+def held_outage(seed: int, spares: tuple[str, ...] = ("d0", "d1")) -> tuple[MiniCluster, int]:
+    """Lose rack a, on which only "big" has workers, and let the cluster come to rest; return the entries before."""
+    cluster = rack_cluster(seed, 120.0, spares=spares)
+    since = len(cluster.log)
+    lose_rack(cluster, RACKS[:3])
+    cluster.run()
+    return cluster, since
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_outage_is_held_and_its_nodes_come_back_as_one(seed: int) -> None:
+    cluster, since = held_outage(seed)
+    before = cluster.state.tasks["small"].generation
+    assert len(members(cluster)) == 2 and cluster.state.tasks["big"].confirmed, "the survivors go on at once"
+    assert [incident.kind for incident in cluster.state.incidents.values()] == ["domain_lost"]
+    assert list(cluster.standing()) == ["outage:i" + str(since + 1)]
+    for name in RACKS[:3]:
+        cluster.add_host(name)
+        cluster.run()
+    cluster.assert_whole()
+    assert not of(cluster, v.PlanAdopted, since) and not of(cluster, v.NodeIsolated, since)
+    assert {event.node for event in of(cluster, v.StartWorker, since)} == {*RACKS[:3]}, "no spare is used"
+    assert len(of(cluster, v.MembershipDecided, since)) == 2, "one without them, one with them"
+    assert cluster.state.tasks["small"].generation == before
+    (healed,) = of(cluster, v.TransitionCompleted, since)
+    assert "3 of 3 nodes are back, the last after 0.0 s" in healed.reason and cluster.state.ledger.failures == 1
+    assert not cluster.state.outages and not cluster.standing()
+
+
+def test_hold_that_is_over_leads_to_one_plan_and_later_returns_to_another() -> None:
+    cluster, since = held_outage(1)
+    assert cluster.pass_deadlines("outage")
+    cluster.run()
+    cluster.assert_whole()
+    assert len(of(cluster, v.PlanAdopted, since)) == 1 and len(members(cluster)) == 4, "two spares are used now"
+    assert "none of 3 nodes is back" in of(cluster, v.TransitionCompleted, since)[0].reason
+    since = len(cluster.log)
+    for name in RACKS[:2]:
+        cluster.add_host(name)
+        cluster.run()
+    assert not of(cluster, v.PlanAdopted, since) and not of(cluster, v.StartWorker, since), "more of them may come"
+    ((name, length_us),) = cluster.standing().items()
+    assert name.startswith("return:") and length_us == GATHER_US
+    cluster.pass_deadlines("return")
+    cluster.run()
+    cluster.assert_whole()
+    assert len(of(cluster, v.PlanAdopted, since)) == 1 and len(members(cluster)) == 5
+    cluster.add_host("a2")
+    cluster.run()
+    cluster.assert_whole()
+    assert not cluster.state.outages and len(of(cluster, v.PlanAdopted, since)) == 2
+
+
+def test_some_that_are_back_wait_for_the_others_a_while_and_join_together() -> None:
+    cluster, since = held_outage(2)
+    for name in RACKS[:2]:
+        cluster.add_host(name)
+        cluster.run()
+    assert len(members(cluster)) == 2 and len(of(cluster, v.StartWorker, since)) == 2, "they start, and wait"
+    cluster.pass_deadlines("return")
+    cluster.run()
+    assert len(members(cluster)) == 4 and cluster.state.incidents and not of(cluster, v.PlanAdopted, since)
+    cluster.add_host("a2")
+    cluster.run()
+    cluster.assert_whole()
+    assert len(of(cluster, v.MembershipDecided, since)) == 3 and not of(cluster, v.PlanAdopted, since)
+
+
+def test_returns_one_by_one_wait_for_a_bounded_time() -> None:
+    cluster, _ = held_outage(3)
+    cluster.add_host("a0")
+    cluster.run()
+    cluster.now_us += GATHER_MAX_US - GATHER_US // 2
+    cluster.add_host("a1")
+    cluster.run()
+    (length_us,) = [length for name, length in cluster.standing().items() if name.startswith("return")]
+    assert 0 < length_us <= GATHER_US // 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_other_failure_during_the_hold_is_healed_as_ever(seed: int) -> None:
+    cluster, since = held_outage(seed, spares=("d0",))
+    seats = cluster.state.plan.assignments["big"].replicas
+    cluster.kill_host(cluster.hosts["c0"])
+    cluster.lose(cluster.hosts["c0"])
+    cluster.run()
+    assert len(of(cluster, v.PlanAdopted, since)) == 1 and len(members(cluster, "small")) == 4, "the spare heals it"
+    assert cluster.state.plan.assignments["big"].replicas == seats and len(members(cluster)) == 2
+    assert [incident.kind for incident in cluster.state.incidents.values()] == ["domain_lost"]
+    (victim,) = cluster.hosts["b0"].processes
+    cluster.kill_worker(cluster.hosts["b0"], victim)
+    cluster.run()
+    assert len(members(cluster)) == 2 and victim not in members(cluster), "it starts anew and joins, whoever is away"
+    for name in RACKS[:3]:
+        cluster.add_host(name)
+    cluster.run()
+    cluster.assert_whole()
+    assert len(of(cluster, v.PlanAdopted, since)) == 1
+
+
+def test_other_failure_without_a_spare_takes_nothing_from_those_that_were_hit() -> None:
+    cluster, since = held_outage(5, spares=())
+    cluster.kill_host(cluster.hosts["c0"])
+    cluster.lose(cluster.hosts["c0"])
+    cluster.run()
+    planned = {node for nodes in cluster.state.plan.assignments["small"].replicas for node in nodes}
+    assert planned == {"b2", "c1", "c2"} and len(of(cluster, v.PlanAdopted, since)) == 1
+    assert of(cluster, v.PlanAdopted, since)[0].reason.startswith("big awaits nodes of an outage; ")
+
+
+def test_task_of_which_nothing_is_left_waits_for_its_nodes() -> None:
+    cluster = rack_cluster(4, 120.0, spares=("d0", "d1", "d2", "d3"))
+    since = len(cluster.log)
+    hit = [node for (node,) in cluster.state.plan.assignments["small"].replicas]
+    lose_rack(cluster, hit)
+    cluster.run()
+    assert not of(cluster, v.StartWorker, since) and not of(cluster, v.MembershipDecided, since)
+    cluster.pass_deadlines("outage")
+    cluster.run()
+    cluster.assert_whole()
+    assert {node for (node,) in cluster.state.plan.assignments["small"].replicas} == {"d0", "d1", "d2", "d3"}
+
+
+def test_task_that_lost_its_last_member_by_itself_begins_with_what_is_left() -> None:
+    cluster, _ = held_outage(6, spares=())
+    for name in ("b0", "b1"):
+        for worker in list(cluster.hosts[name].processes):
+            cluster.kill_worker(cluster.hosts[name], worker)
+    cluster.run()
+    assert len(members(cluster)) == 2 and cluster.state.tasks["big"].confirmed
+
+
+def test_person_who_changes_a_task_during_the_hold_gets_a_plan() -> None:
+    cluster, since = held_outage(0)
+    cluster.append(v.TaskUpdated(task="big", max_workers=3, reason="less"), "api", cluster.state.term)
+    cluster.run()
+    assert len(members(cluster)) == 3 and of(cluster, v.PlanAdopted, since)
+    planned = {node for nodes in cluster.state.plan.assignments["big"].replicas for node in nodes}
+    assert planned.isdisjoint(RACKS[:3])
+
+
+def test_forgotten_node_is_awaited_no_longer() -> None:
+    cluster, _ = held_outage(0)
+    for name in RACKS[:3]:
+        cluster.append(v.ForgetRequested(node=name, reason="sold", leave=False), "api", cluster.state.term)
+    cluster.run()
+    assert not cluster.state.outages
+    cluster.assert_whole()
+
+
+# --- labels --------------------------------------------------------------------------------------
+
+
+def sorted_losses(silent: dict[str, int], late: str, labels: str, out: str = "") -> tuple[list[Loss], str, str]:
+    """Judge nodes n0, n1, ... with one letter each for their domain ("-": none); `late`: which are late besides."""
+    of_node = {f"n{place}": label for place, label in enumerate(labels) if label != "-"}
+    sizes = {label: labels.count(label) for label in labels}
+    every = [*silent, *(f"n{place}" for place in late)]
+    found = losses(silent, every, Domains(of_node, sizes, set(out)), len(labels), 5)
+    return list(found.joint), " ".join(found.single), " ".join(found.later)
+
+
+def test_two_nodes_that_are_most_of_their_domain_are_lost_together() -> None:
+    assert sorted_losses({"n0": 3, "n1": 3}, "", "aaabbbbbbb") == ([Loss("a", ("n0", "n1"))], "", "")
+    assert sorted_losses({"n0": 3, "n1": 3}, "", "aaaabbbbbb") == ([], "n0 n1", ""), "half is not most"
+    assert sorted_losses({"n0": 3, "n1": 3}, "", "----------") == ([], "n0 n1", "")
+    assert sorted_losses({"n0": 3}, "", "a---------") == ([], "n0", ""), "one node is no domain"
+
+
+def test_first_of_a_domain_waits_for_the_rest_and_for_nobody_else() -> None:
+    assert sorted_losses({"n0": 3, "n9": 3}, "1", "aaabbbbbbb") == ([], "n9", "n0")
+    assert sorted_losses({"n0": 6, "n9": 3}, "1", "aaabbbbbbb") == ([], "n0 n9", ""), "it has waited long enough"
+    assert sorted_losses({"n0": 6, "n1": 3}, "2", "aaabbbbbbb") == ([Loss("a", ("n0", "n1"))], "", "")
+
+
+def test_rest_of_a_domain_that_is_out_goes_with_it() -> None:
+    assert sorted_losses({"n0": 3}, "", "aaabbbbbbb", out="a") == ([Loss("a", ("n0",), joins=True)], "", "")
+
+
+def test_nodes_of_two_domains_are_two_outages_unless_they_are_many() -> None:
+    silent = dict.fromkeys(("n0", "n1", "n2", "n3"), 3)
+    assert sorted_losses(silent, "", "aabb" + "c" * 10) == ([Loss("a", ("n0", "n1")), Loss("b", ("n2", "n3"))], "", "")
+    assert sorted_losses(silent, "", "aabb" + "c" * 4) == ([Loss("", tuple(silent))], "", "")
+    assert sorted_losses(silent, "", "aaaa" + "c" * 4) == ([Loss("a", tuple(silent))], "", "")
+
+
+@pytest.mark.parametrize("hold_s", [0.0, 120.0])
+def test_rest_of_a_domain_joins_its_incident(hold_s: float) -> None:
+    cluster = MiniCluster(0, Policy(outage_hold_s=hold_s))
+    for name in RACKS:
+        cluster.add_host(name, domain=f"rack-{name[0]}")
+    cluster.submit("big", max_workers=9)
+    cluster.run()
+    cluster.train("big", 3)
+    for place, name in enumerate(("a0", "a1", "a2")):
+        cluster.kill_host(cluster.hosts[name])
+        loss = v.NodesLost(nodes=(name,), reason="silent", domain="rack-a", joins=place > 0)
+        cluster.append(loss, "coordinator", cluster.state.term)
+    (incident,) = cluster.state.incidents.values()
+    assert incident.nodes == ("a0", "a1", "a2") and incident.message.startswith("3 nodes were lost together")
+    cluster.run()
+    for name in RACKS[:3]:
+        cluster.add_host(name, domain="rack-a")
+    cluster.pass_deadlines("return")
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.ledger.failures == 1 and len(members(cluster)) == 9
+
+
+def test_loss_of_thousands_is_told_in_parts_that_fit() -> None:
+    names = [f"n{number:062d}" for number in range(3000)]
+    bus = RackBus([*names, *RACKS])
+    bus.kinds(3, [*names, *RACKS])
+    quiet_us = bus.now_us
+    found: list[v.AnyEvent] = []
+    while not found:
+        bus.now_us += 100_000
+        if bus.now_us % 500_000 == 0:
+            bus.beat("coordinator")
+        for name in RACKS:
+            bus.beat(name)
+        found = bus.liveness.verdicts(bus.nodes, bus.now_us)
+    assert bus.now_us - quiet_us < 10_000_000
+    assert [(type(event), event.joins) for event in found] == [(v.NodesLost, False), *[(v.NodesLost, True)] * 2]
+    assert sorted(name for event in found for name in event.nodes_named()) == sorted(names)
+    assert max(len(msgspec.msgpack.encode(event)) for event in found) < 100_000
+    assert all(len(event.sentence()) < 1024 for event in found) and "and 1016 more" in found[0].sentence()
+    assert len(VerdictLimiter().news(found, bus.now_us)) == 3, "all are told at once"
+
+
+def test_domain_is_shown_where_a_node_is() -> None:
+    cluster = MiniCluster(0)
+    cluster.add_host("a0", domain="rack7")
+    cluster.add_host("b0")
+    table = nodes_table(cluster.state)
+    assert table.headers[-1] == "domain" and [row[-1] for row in table.rows] == ["rack7", "-"]
+    assert "rack7" in str(describe_object(cluster.state, "node", "a0"))
+    assert "rack7" not in str(describe_object(cluster.state, "node", "b0"))
+    assert [node.get("domain") for node in view(cluster.state)["nodes"]] == ["rack7", None]
+    cluster.add_host("a0", domain="rack8")
+    assert cluster.state.nodes["a0"].domain == "rack8", "the newest agent's word counts"

@@ -90,6 +90,8 @@ def nodes_table(
     headers: tuple[str, ...] = ("node", "status", "used", "workers", "reason")
     if any(node.gpu for node in nodes):
         headers, rows = (*headers, "GPU"), [(*row, node.gpu or "-") for row, node in zip(rows, nodes, strict=True)]
+    if any(node.domain for node in nodes):
+        headers, rows = (*headers, "domain"), [(*row, n.domain or "-") for row, n in zip(rows, nodes, strict=True)]
     if rest:
         counts = ", ".join(f"{count} {status}" for status, count in Counter(map(node_status, rest)).items())
         rows.append((f"and {len(rest)} more", counts, *([""] * (len(headers) - 2))))

@@ -139,6 +139,8 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         "login": _login(state, node),
         "keeps states": ", ".join(_stored_copies(state, name)) or "none",
     }
+    if node.domain:
+        facts["domain"] = node.domain
     if node.cordon.active:
         until = ", until it returns" if node.cordon.until_return else ""
         plan = departure_text(node) or ("to be empty" if node.cordon.draining else "no new workers")

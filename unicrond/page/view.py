@@ -107,6 +107,8 @@ def _node(state: ClusterState, node: Node, workers: list[list[Any]], hide: Calla
         row["address"] = node.address
     if node.gpu:
         row["gpu"] = node.gpu
+    if node.domain:
+        row["domain"] = node.domain
     return row
 
 

@@ -299,7 +299,8 @@ class Accounts(View):
                 ]
             case _:
                 node = self.state.nodes[name]
-                return [f"Node {name}: {node.slots} slots at {node.address}"]
+                domain = f" in domain {node.domain}" if node.domain else ""
+                return [f"Node {name}: {node.slots} slots at {node.address}{domain}"]
 
     def _ending(self, subject: Subject) -> list[str]:
         kind, name = subject

@@ -14,6 +14,7 @@ from unicrond.agents.protocol.sampling import DIGEST_MODULUS
 from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
 from unicrond.core import fold as folding
+from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
@@ -47,7 +48,7 @@ class InvariantChecker:
         #: Nodes that a fault names.
         self.touched: set[str] = set()
         self.bad_ends: set[str] = set()
-        self.strikes_max = 1
+        self.policy = Policy()
         #: What people bring: their tasks, and whether nothing but these may fail.
         self.people = PeopleRecord()
         #: Called with each term that is claimed.
@@ -120,13 +121,13 @@ class InvariantChecker:
         self._readmission(before, event, is_ruling=envelope.term == before.term)
         if isinstance(event, v.PlanAdopted):
             basis = self.states[envelope.based_on]
-            self.record_breach("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(basis, event))
+            self.record_breach("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(basis, event, self.policy))
             self.record_breach("types_stay_apart", rules.types_stay_apart(basis, event))
         for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
             self.record_breach(rule, story)
         if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
             basis = self.states[envelope.based_on]
-            story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.strikes_max)
+            story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.policy.strikes_max)
             self.record_breach("innocents_stay", story)
         if isinstance(event, v.StartWorker | v.StartWorkers) and envelope.term == before.term:
             basis = self.states[envelope.based_on]

@@ -13,6 +13,7 @@ from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.nodes.gpu_types import node_types
+from unicrond.core.nodes.outages import absence
 from unicrond.core.planning.placement import place
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
@@ -219,16 +220,28 @@ def symptoms_are_no_incidents(state: ClusterState) -> str:
     return ""
 
 
-def plan_within_healthy_nodes(basis: ClusterState, plan: v.PlanAdopted) -> str:
-    """Check a plan. `basis`: the state that it was decided in."""
+def plan_within_healthy_nodes(basis: ClusterState, plan: v.PlanAdopted, policy: Policy) -> str:
+    """Check a plan. `basis`: the state that it was decided in. On nodes of an outage that is held it may leave what the
+    plan before it had there."""
     assignments = [expand(assignment) for assignment in plan.assignments]
+    awaited = absence(basis, policy).absentees
     seats = Counter(node for assignment in assignments for nodes in assignment.replicas for node in nodes)
     for name, count in seats.items():
         node = basis.nodes.get(name)
         healthy = node is not None and node.status is NodeStatus.UP and not node.isolation.active
-        if node is None or not healthy or count > node.slots:
+        if name in awaited:
+            old = _seats_on(name, basis.plan.assignments.values())
+            if _seats_on(name, assignments) - old:
+                return f"plan {plan.epoch} puts new workers on {name}, which is away"
+        elif node is None or not healthy or count > node.slots:
             return f"plan {plan.epoch} puts {count} workers on {name}, which is {node}"
     return ""
+
+
+def _seats_on(node: str, assignments: Iterable[v.TaskAssignment]) -> Counter[str]:
+    """Count the seats of each task on the node."""
+    shares = {assignment.task: assignment.replicas for assignment in assignments}
+    return Counter(task for task, replicas in shares.items() for nodes in replicas for name in nodes if name == node)
 
 
 def types_stay_apart(basis: ClusterState, plan: v.PlanAdopted) -> str:

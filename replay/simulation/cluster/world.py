@@ -55,7 +55,7 @@ class World:
         self.server = LogServer(loop, self.log_clock, self.rng("log"), self.checker.on_entry)
         self.beats = Beats(self.server, self.log_clock.wall_us)
         self.policy = self._draw_policy()
-        self.checker.strikes_max = self.policy.strikes_max
+        self.checker.policy = self.policy
         self.training = Training(
             loop,
             self.rng("training"),
@@ -109,6 +109,7 @@ class World:
             forget_s=5.0,
             part_bytes=self.rng("parts").choice((1, 1, PART_BYTES)),
             isolations_per_hour=self.rng("brakes").choice((1, 2, 10)),
+            outage_hold_s=self.rng("hold").choice((0.0, 10.0, 10.0, 25.0)),
         )
 
     def rng(self, part: str) -> random.Random:

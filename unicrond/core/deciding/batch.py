@@ -121,10 +121,12 @@ class DecisionBatch:
         return f"{self.state.term}.{self.state.plan.epoch}.{node}.{number}"
 
     def has_room(self, nodes: tuple[str, ...]) -> bool:
-        """Return whether each node has as many free slots as it is named times, and none of them is cordoned."""
+        """Return whether each node is up and has as many free slots as it is named times, and none is cordoned."""
         all_nodes = self.state.nodes
         return all(
-            self.slots_in_use(n) + nodes.count(n) <= all_nodes[n].slots and not all_nodes[n].cordon.active
+            all_nodes[n].status is NodeStatus.UP
+            and self.slots_in_use(n) + nodes.count(n) <= all_nodes[n].slots
+            and not all_nodes[n].cordon.active
             for n in nodes
         )
 

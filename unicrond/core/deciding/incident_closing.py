@@ -6,6 +6,7 @@ from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import FLOPS_MAX
 from unicrond.core.deciding.response import is_break, is_refuted
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes import outages
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState, Incident, Task, TaskStatus
 from unicrond.core.tasks import reconcile
@@ -17,7 +18,7 @@ def close_incident(batch: DecisionBatch, incident: Incident, fresh: bool) -> Non
     """Close the incident once every task that it hit has what the plan gives it. `fresh`: the plan fits the present
     nodes and tasks."""
     state = batch.state
-    if not fresh:
+    if not fresh or outages.is_awaited(state, incident.id, batch.survey.policy):
         return
     for name, broken in incident.generations.items():
         task = state.tasks.get(name)
@@ -57,7 +58,7 @@ def _has_recovered(survey: Survey, task: Task, broken: int) -> bool:
     if survey.settled(task):
         return True
     staff = survey.staffing(task)
-    if staff.missing or staff.starting:
+    if survey.pending(task) or staff.starting:
         return False
     return task.membership is not None and staff.workers == task.member_names
 
@@ -65,6 +66,10 @@ def _has_recovered(survey: Survey, task: Task, broken: int) -> bool:
 def _outcome(state: ClusterState, incident: Incident) -> str:
     """Describe, per task, how the incident ended and what was lost."""
     parts = []
+    if incident.kind == "domain_lost":
+        outage = state.outages.get(incident.id)
+        away = len(outage.away) if outage else 0
+        parts.append(outages.outcome(len(incident.nodes), away, incident.back_us - incident.detected_us))
     for name in incident.tasks:
         task = state.tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:

@@ -63,11 +63,11 @@ def regroup(batch: DecisionBatch, task: Task, fresh: bool) -> None:
     staff = batch.survey.staffing(task)
     if staff.starting:
         return
-    target_names, names = staff.workers, task.member_names
+    target_names, names, pending = staff.workers, task.member_names, batch.survey.pending(task)
     if not with_state:
         # Members may wait for others that have ended since: the one that was tried is the membership as it was sent.
         untried = target_names != names or response.is_reattempted(batch.state, task)
-        if target_names and untried and not staff.missing and not task.leavers:
+        if target_names and untried and not pending and not task.leavers and _suffices(batch, task, target_names):
             reason = f"no member has state: start from {memory_places.nearest(batch.state, task)}"
             set_membership(batch, task, reconcile.members_of(staff.replicas), urgent=True, reason=reason)
         return
@@ -79,7 +79,7 @@ def regroup(batch: DecisionBatch, task: Task, fresh: bool) -> None:
     replicas = {task.workers[name].replica for name in target_names.difference(names)}
     seats = reconcile.members_of({number: staff.replicas[number] for number in replicas})
     newcomers = tuple([member for member in seats if member.worker not in names])
-    if len(stay) == len(current) and staff.missing:
+    if len(stay) == len(current) and pending:
         return  # others are still to come: one change for all of them
     if not stay and not newcomers and any(batch.has_room(nodes) for nodes in staff.missing):
         return  # the workers that take the state over are about to start
@@ -88,6 +88,12 @@ def regroup(batch: DecisionBatch, task: Task, fresh: bool) -> None:
     target = stay + newcomers
     reason = f"plan {batch.state.plan.epoch}: {len(newcomers)} join, {len(current) - len(stay)} leave"
     set_membership(batch, task, target, urgent=False, reason=reason)
+
+
+def _suffices(batch: DecisionBatch, task: Task, workers: frozenset[str]) -> bool:
+    """Return whether the task may begin with these workers: with all that the plan gives it, or, while nodes are
+    awaited, with its fewest."""
+    return not batch.survey.staffing(task).missing or len(workers) >= task.spec.min_workers
 
 
 def reshape(batch: DecisionBatch, task: Task, request: v.ReshapeRequested) -> None:

@@ -20,7 +20,16 @@ from unicrond.core.nodes.gpu_types import on_type
 from unicrond.core.planning.placement import Placement, Replica, place_apart
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
-from unicrond.core.rules.pinning import Pins, changes, open_capacity, pins_of, shape_of
+from unicrond.core.rules.pinning import (
+    Pins,
+    changes,
+    kept_text,
+    observed,
+    open_capacity,
+    outage_pins,
+    pins_of,
+    shape_of,
+)
 from unicrond.core.rules.plan_problems import healthy_problem_of, present_replicas, problem_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task
@@ -43,7 +52,7 @@ def needed_solves(survey: Survey) -> list[Problem]:
         return []
     pins = pins_of(survey)
     problems = [problem_of(survey, pins), healthy_problem_of(survey)]
-    return [*problems, problem_of(survey, {})] if pins else problems
+    return [*problems, problem_of(survey, outage_pins(survey))] if observed(survey, pins) else problems
 
 
 def build_plan(survey: Survey, solutions: Mapping[Problem, Solution], pins: Pins | None = None) -> v.PlanAdopted | None:
@@ -91,13 +100,13 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution], pins: Pins
             )
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
-    keeps = f"mode observe keeps {', '.join(pins)}; " if pins else ""
+    keeps = kept_text(survey, pins)
     return v.PlanAdopted(
         epoch=state.plan.epoch + 1,
         assignments=tuple(assignments),
         waf=min(sum(assignment.waf for assignment in assignments), FLOPS_MAX),
         basis=survey.basis,
-        trigger=_trigger(state),
+        trigger=_trigger(survey),
         reason=(keeps + solution.reason + short)[:1024],
         healthy={task.name: workers for task, workers in healthy},
         waf_if_healthy=min(healthy.waf, FLOPS_MAX),
@@ -136,8 +145,8 @@ def _placed_elsewhere(
 
 def held_changes(survey: Survey, solutions: Mapping[Problem, Solution]) -> str:
     """Say which workers a plan would move that modes hold in their places; "" for none."""
-    pins = pins_of(survey)
-    plan = build_plan(survey, solutions, {}) if pins else None
+    pins = observed(survey, pins_of(survey))
+    plan = build_plan(survey, solutions, outage_pins(survey)) if pins else None
     return changes(survey, pins, {share.task: share.replicas for share in plan.assignments}) if plan else ""
 
 
@@ -164,13 +173,14 @@ def _has_begun_to_fail(state: ClusterState, task: Task) -> bool:
     return crashes is not None and is_failing(task) and crashes.last_us > state.plan.adopted_us
 
 
-def _trigger(state: ClusterState) -> str:
+def _trigger(survey: Survey) -> str:
     """Describe what has changed since the last plan."""
+    state = survey.state
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
     changes = [
         f"node {n.name} {_unschedulable_reason(n)}"
         for n in state.nodes.values()
-        if n.name in planned and not n.schedulable
+        if n.name in planned and not n.schedulable and n.name not in survey.absence.absentees
     ]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
     changes += links.changes_since(state, state.plan.adopted_us)

@@ -288,7 +288,8 @@ def _can_spare(survey: Survey, node: Node) -> bool:
     """Return whether the slots of the other nodes suffice for the minimum of every task that has workers. Only numbers
     are compared."""
     assignments = survey.state.plan.assignments
-    slots = sum(count for name, count in survey.capacity.items() if name != node.name)
+    out = {node.name, *survey.absence.absentees}
+    slots = sum(count for name, count in survey.capacity.items() if name not in out)
     need = sum(
         task.spec.min_workers for task in survey.active if task.name in assignments and assignments[task.name].workers
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.folding import failure_counts as strikes
-from unicrond.core.folding import holds, incidents, links, nodes
+from unicrond.core.folding import holds, incidents, links, nodes, outages
 from unicrond.core.folding.incidents import Fact, is_symptom
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes import isolation
@@ -24,6 +24,7 @@ _HANDLERS = {
     **dict.fromkeys(("wait", "turn"), turns.deadline_passed),
     "restart": strikes.restart_due,
     **dict.fromkeys(("hold", "brake"), holds.deadline_passed),
+    **dict.fromkeys(("outage", "return"), outages.deadline_passed),
 }
 
 

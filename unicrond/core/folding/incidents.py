@@ -157,9 +157,10 @@ def lose_workers_of(
     message: str,
     occurred_us: int,
     nodes: tuple[str, ...] = (),
+    joins: Incident | None = None,
 ) -> ClusterState:
     """Open one incident for all workers that were lost with a node, or with many `nodes` (`node`: ""); it takes over
-    the incidents that it explains."""
+    the incidents that it explains. `joins`: the open one that they are added to instead."""
     generations = {
         task: broken_generation(state.tasks[task], workers)
         for task, workers in workers_by_task.items()
@@ -175,17 +176,21 @@ def lose_workers_of(
         generations = incident.generations | generations
         occurred_us = min(occurred_us, incident.occurred_us)
     state = replace(state, incidents={k: i for k, i in state.incidents.items() if i not in explained})
-    fact = Fact(
-        kind=kind,
-        node=node,
-        worker="",
-        generations=generations,
-        message=message,
-        occurred_us=occurred_us,
-        nodes=nodes,
-    )
-    state = open_incident(state, fact)
-    opened = state.incidents[f"i{state.seq}"]
+    if joins is not None:
+        opened = _widened(joins, generations, nodes, message)
+        explained = [joins, *explained]
+    else:
+        fact = Fact(
+            kind=kind,
+            node=node,
+            worker="",
+            generations=generations,
+            message=message,
+            occurred_us=occurred_us,
+            nodes=nodes,
+        )
+        state = open_incident(state, fact)
+        opened = state.incidents[f"i{state.seq}"]
     symptoms = sum(1 + incident.symptoms for incident in explained)
     detected_us = min([opened.detected_us, *(incident.detected_us for incident in explained)])
     repeated = sum(incident.micro_batches_repeated for incident in explained)
@@ -199,6 +204,21 @@ def lose_workers_of(
         micro_batches_finished=finished,
     )
     return with_incident(state, replace(opened, micro_batches_lost=micro_batches_lost))
+
+
+def _widened(incident: Incident, generations: dict[str, int], nodes: tuple[str, ...], message: str) -> Incident:
+    """Return the incident of nodes that were lost together, with more of them, whose workers broke `generations`."""
+    return advance(
+        incident,
+        IncidentTrigger.FACT_JOINS,
+        message=message,
+        nodes=(*incident.nodes, *nodes),
+        generations={
+            name: max(incident.generations.get(name, 0), generations.get(name, 0))
+            for name in incident.generations | generations
+        },
+        resumed_us=0 if generations else incident.resumed_us,
+    )
 
 
 #: What stands for the kind of incident where a task repeats iterations and none made it.

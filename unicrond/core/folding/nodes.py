@@ -6,7 +6,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.faults import local_faults
-from unicrond.core.folding import commands, holds, incidents, injections, links, silence
+from unicrond.core.folding import commands, holds, incidents, injections, links, outages, silence
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -47,6 +47,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         users=event.users,
         gpu=event.gpu,
         probe_port=event.probe_port,
+        domain=event.domain,
     )
     if old is not None:
         node = replace(
@@ -64,7 +65,8 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         node = departures.wanted_by_windows(state, node)
     if old is not None and old.status is NodeStatus.LOST and not old.may_go:
         node = _count_return(state, node)
-    state = kept_states.forget_kept(with_node(state, node), event.node)  # its agent reports next what it still holds
+    state = outages.node_back(with_node(state, node), event.node)
+    state = kept_states.forget_kept(state, event.node)  # its agent reports next what it still holds
     if not node.probe_port:
         state = links.forget_links(state, event.node)  # nobody could find out that they are good again
     if old is not None and old.agent.boot != event.agent_boot:
@@ -145,6 +147,7 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
         return state
     state = injections.forget_injections(state, event.node)
     departure = replace(node.departure, left_us=state.now_us)
+    state = outages.forget(state, [event.node])
     state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason, departure=departure))
     state = isolation.check_lost(state, event.node, "the node left")
     state = kept_states.forget_kept(state, event.node)
@@ -162,7 +165,7 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
-    state = injections.forget_injections(state, event.node)
+    state = outages.forget(injections.forget_injections(state, event.node), [event.node])
     state = with_node(state, replace(node, status=NodeStatus.LOST, reason=event.reason))
     state = isolation.check_lost(state, event.node, "the node was lost")
     if state.silence is not None:
@@ -179,40 +182,13 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     return silence.lose_workers(state, event.node, v.NodeLost)
 
 
-def nodes_lost(state: ClusterState, event: v.NodesLost, envelope: Envelope) -> ClusterState:
-    """Record that these nodes are lost together, and each of their live workers with them: one incident, no flap."""
-    names = [name for name in event.nodes if name in state.nodes and state.nodes[name].status is NodeStatus.UP]
-    workers: dict[str, list[str]] = {}
-    for name in names:
-        state = silence.excused(injections.forget_injections(state, name), name)
-        state = with_node(state, replace(state.nodes[name], status=NodeStatus.LOST, reason=event.reason))
-        state = isolation.check_lost(state, name, "the node was lost")
-        if not state.nodes[name].may_go:
-            for task, live in silence.live_workers(state, name).items():
-                workers[task] = [*workers.get(task, []), *live]
-    unforeseen = tuple([name for name in names if not state.nodes[name].may_go])
-    if unforeseen:
-        state = incidents.lose_workers_of(
-            state,
-            "",
-            workers,
-            kind="domain_lost",
-            message=f"{len(unforeseen)} nodes were lost together: {event.reason}"[:1024],
-            occurred_us=envelope.observed_at_us,
-            nodes=unforeseen,
-        )
-    for name in names:
-        state = silence.lose_workers(state, name, type(event))
-    return state
-
-
 def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> ClusterState:
     """Record that a lost node is up again."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.LOST:
         return state
     node = replace(node, status=NodeStatus.UP, reason="")
-    return with_node(state, node if node.may_go else _count_return(state, node))
+    return outages.node_back(with_node(state, node if node.may_go else _count_return(state, node)), event.node)
 
 
 def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> ClusterState:
@@ -331,7 +307,8 @@ def node_forgotten(state: ClusterState, event: v.NodeForgotten, _: Envelope) -> 
 
 def _without(state: ClusterState, name: str) -> ClusterState:
     """Return the state without the node, its workers and its record."""
-    state = kept_states.forget_kept(injections.forget_injections(holds.without_node(state, name), name), name)
+    state = outages.forget(holds.without_node(state, name), [name])
+    state = kept_states.forget_kept(injections.forget_injections(state, name), name)
     before = state.by_node
     for task in state.tasks.values():
         workers = before.of_task(name, task.name)

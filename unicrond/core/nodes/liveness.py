@@ -28,18 +28,19 @@ fold, not this module, is what the cluster believes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from unicrond.core.nodes.deafness import Deafness, Hearing
-from unicrond.core.nodes.outages import is_outage, waits_for
+from unicrond.core.nodes.outages import Domains, Loss, losses, waits_for
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Node, NodeStatus, Silence
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import Evidence
+from unicrond.events.vocabulary.field_types import NODES_NAMED_MAX
 from unicrond.events.wire.codec import COORDINATOR
 
 #: The name under which the coordinator's own beats go round; no node may have it.
@@ -86,7 +87,7 @@ class VerdictLimiter:
         """Return the verdicts that were not reported within the last SAY_AGAIN_US, and remember them."""
         new_verdicts = []
         for verdict in verdicts:
-            name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
+            name = f"{type(verdict).__name__}:{next(iter(verdict.nodes_named()), '')}"
             if now_us - self._at_us.get(name, -SAY_AGAIN_US) >= SAY_AGAIN_US:
                 self._at_us[name] = now_us
                 new_verdicts.append(verdict)
@@ -155,6 +156,7 @@ class Liveness:
         self._nodes: Mapping[str, Node] = {}
         self._up: dict[str, int] = {}
         self._lost_nodes: list[str] = []
+        self._domains = Domains({}, {})
 
     @property
     def limit_us(self) -> int:
@@ -223,9 +225,12 @@ class Liveness:
         self._reconnected_us = now_us + RECONNECT_US
         self._own_heard_us = now_us
 
-    def verdicts(self, nodes: Mapping[str, Node], now_us: int, silence: Silence | None = None) -> list[v.AnyEvent]:
+    def verdicts(
+        self, nodes: Mapping[str, Node], now_us: int, silence: Silence | None = None, out: Collection[str] = ()
+    ) -> list[v.AnyEvent]:
         """Return the NodeLost and NodeReturned that the beats call for, and what they say of a silence of all nodes.
-        `nodes` never changes: other nodes are another object. `silence`: the one that stands in the log."""
+        `nodes` never changes: other nodes are another object. `silence`: the one that stands in the log. `out`: the
+        domains that are out (outages.py)."""
         if now_us - self._judged_us > 2 * self.heartbeat_us // JUDGEMENTS:
             self._pauses.add(now_us, now_us - self._judged_us)
         self._judged_us = now_us
@@ -257,9 +262,12 @@ class Liveness:
             count, longest_us = len(self._up), max(overdue.values(), default=0)
             if longest_us <= limit_us + self.late_us and waits_for(len(late), len(overdue), count):
                 return returned
-            if phase == "judges" and is_outage(len(overdue), count):
-                return [_outage(overdue, limit_us), *returned]
-            return [*self._losses(overdue, limit_us), *returned]
+            if phase == "loses":
+                return [*self._losses(overdue, limit_us), *returned]
+            domains = self._domains._replace(out=out)
+            joint, single, _ = losses(overdue, late, domains, count, limit_us + self.late_us)
+            outages = [verdict for loss in joint for verdict in _outage(loss, overdue, limit_us)]
+            return [*outages, *self._losses({name: overdue[name] for name in single}, limit_us), *returned]
         if phase == "holds":
             longest_us = max(overdue.values())
             return [v.SilenceHeld(nodes=len(overdue), reason=f"no heartbeat of any node for {longest_us / 1e6:.2f} s")]
@@ -352,6 +360,8 @@ class Liveness:
         self._nodes = nodes
         self._up = {node.name: place for place, node in enumerate(nodes.values()) if node.status is NodeStatus.UP}
         self._lost_nodes = [node.name for node in nodes.values() if node.status is NodeStatus.LOST]
+        labels = {node.name: node.domain for node in nodes.values() if node.domain and node.status is NodeStatus.UP}
+        self._domains = Domains(labels, Counter(labels.values()))
         unheard = [name for name in self._up if name not in self._signs_us]
         if unheard:
             heard_us = {name: self.beats[name].heard_us if name in self.beats else 0 for name in unheard}
@@ -387,8 +397,10 @@ class Liveness:
         return Evidence(beat_seq=beat.seq if beat else 0, beat_at_us=beat.at_us if beat else 0)
 
 
-def _outage(overdue: Mapping[str, int], limit_us: int) -> v.NodesLost:
-    """Return the loss of nodes that fell silent together."""
-    longest_us = max(overdue.values())
+def _outage(loss: Loss, overdue: Mapping[str, int], limit_us: int) -> Iterator[v.NodesLost]:
+    """Yield the loss of nodes that fell silent together, so many at a time as one event names."""
+    longest_us = max(overdue[name] for name in loss.nodes)
     reason = f"no heartbeat of any of them for up to {longest_us / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)"
-    return v.NodesLost(nodes=tuple(overdue), reason=reason)
+    for first in range(0, len(loss.nodes), NODES_NAMED_MAX):
+        names = loss.nodes[first : first + NODES_NAMED_MAX]
+        yield v.NodesLost(nodes=names, reason=reason, domain=loss.domain, joins=loss.joins or first > 0)

@@ -7,13 +7,14 @@ Ids name their subject so exactly that one which comes late means nothing any mo
 `window:<id>#near.<lead>` and `window:<id>#end`, `forget:<node>#<when it left>`, `wait:<task>#<us>` and
 `turn:<task>#<us>` (since then), `restart:<task>#<us>` (the back-off after a fault of its program then),
 `links:<task>#<generation>.<rounds>` (a meeting, or probes of links, take long), `hold:<key>#<blows>` (the back-off on a
-node whose isolation is held) and `brake:<task>#<us>` (what was taken out then counts no more; "": a node).
+node whose isolation is held) and `brake:<task>#<us>` (what was taken out then counts no more; "": a node),
+`outage:<incident>` (nodes that were lost together are awaited) and `return:<incident>#<us>` (the last came back then).
 """
 
 from __future__ import annotations
 
 from unicrond.core.faults import links, program_faults
-from unicrond.core.nodes import brakes, isolation
+from unicrond.core.nodes import brakes, isolation, outages
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.survey import Survey
@@ -46,6 +47,7 @@ def _standing(survey: Survey) -> dict[str, int]:
     standing.update(turns.deadlines(state))
     standing.update(program_faults.deadlines(state))
     standing.update(brakes.deadlines(state))
+    standing.update(outages.deadlines(state, policy))
     standing.update(departures.deadlines(state, policy, survey.nodes.dated))
     standing.update(forgetting.deadlines(state, survey.nodes.left_nodes, policy.forget_s))
     for task in state.tasks.values():

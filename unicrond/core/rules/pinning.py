@@ -1,7 +1,10 @@
-"""Pinning: the seats that tasks in mode observe keep, whatever the plan would rather have. Pure.
+"""Pinning: the seats that tasks keep in mode observe, or while nodes of an outage are awaited, whatever the plan would
+rather have. Pure.
 
 Rules
 -----
+* While nodes are awaited (nodes/outages.py) the tasks that have seats there are pinned, too, and nobody gets another
+  seat there.
 * A pinned task keeps the number of its replicas, and each of them the nodes that it has, as long as these may carry
   workers. Only a replica whose node is lost, isolated, or drained by a person gets seats on free slots; where there are
   none it waits.
@@ -13,7 +16,7 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from unicrond.core.nodes.brakes import observes
@@ -29,9 +32,32 @@ Pins: TypeAlias = Mapping[str, tuple[Replica, ...]]
 
 
 def pins_of(survey: Survey) -> dict[str, tuple[Replica, ...]]:
-    """Return the seats of all pinned tasks; empty where no task is in mode observe."""
+    """Return the seats of all pinned tasks; empty where no task is in mode observe and no node is awaited."""
+    return _pins(survey, [t for t in survey.active if observes(survey.state, t) or _is_hit(survey, t)])
+
+
+def outage_pins(survey: Survey) -> dict[str, tuple[Replica, ...]]:
+    """Return the seats of the tasks that are pinned whatever their mode."""
+    return _pins(survey, [task for task in survey.active if _is_hit(survey, task)])
+
+
+def observed(survey: Survey, pins: Pins) -> Pins:
+    """Return the pins of tasks that are pinned by their mode alone."""
+    tasks = survey.state.tasks
+    return {name: seats for name, seats in pins.items() if not _is_hit(survey, tasks[name])}
+
+
+def kept_text(survey: Survey, pins: Pins) -> str:
+    """Say which tasks keep their seats, and why, as the beginning of a plan's reason; "" where none does."""
+    by_mode = observed(survey, pins)
+    hit = [name for name in pins if name not in by_mode]
+    texts = [f"mode observe keeps {', '.join(by_mode)}; "] if by_mode else []
+    return "".join([*texts, *([f"{', '.join(hit)} awaits nodes of an outage; "] if hit else [])])
+
+
+def _pins(survey: Survey, candidates: Sequence[Task]) -> dict[str, tuple[Replica, ...]]:
     state = survey.state
-    tasks = [task for task in survey.active if observes(state, task) and _is_pinned(survey, task)]
+    tasks = [task for task in candidates if _is_pinned(survey, task)]
     if not tasks:
         return {}
     free = Counter(dict(survey.capacity))
@@ -49,7 +75,7 @@ def pins_of(survey: Survey) -> dict[str, tuple[Replica, ...]]:
         replicas = stays[task.name]
         missing = len(share.replicas) - len(replicas)
         if missing > 0:
-            room = {node: slots for node, slots in free.items() if slots > 0 and _is_of_type(survey, task, node)}
+            room = {node: slots for node, slots in free.items() if slots > 0 and _is_open(survey, task, node)}
             placement = place({task.name: missing}, {task.name: shape_of(survey, task)}, room, {})
             for nodes in placement.replicas[task.name]:
                 free.subtract(nodes)
@@ -66,10 +92,11 @@ def shape_of(survey: Survey, task: Task) -> Shape:
 
 def open_capacity(survey: Survey, pins: Pins) -> Mapping[str, int]:
     """Return the slots that pinned tasks leave, by node."""
-    if not pins:
+    if not pins and not survey.absence.absentees:
         return survey.capacity
     seats = Counter(node for replicas in pins.values() for nodes in replicas for node in nodes)
-    return {node: slots - seats[node] for node, slots in survey.capacity.items()}
+    capacity = survey.capacity.items()
+    return {node: slots - seats[node] for node, slots in capacity if node not in survey.absence.absentees}
 
 
 def changes(survey: Survey, pins: Pins, wanted: Mapping[str, tuple[Replica, ...]]) -> str:
@@ -104,5 +131,13 @@ def _living(survey: Survey, task: Task) -> list[Replica]:
     return replicas
 
 
-def _is_of_type(survey: Survey, task: Task, node: str) -> bool:
-    return not survey.types or survey.gpus.get(node) == survey.type_of(task)
+def _is_hit(survey: Survey, task: Task) -> bool:
+    """Return whether the plan has seats of the task on awaited nodes."""
+    absentees, share = survey.absence.absentees, survey.state.plan.assignments.get(task.name)
+    return bool(absentees) and share is not None and any(not absentees.isdisjoint(nodes) for nodes in share.replicas)
+
+
+def _is_open(survey: Survey, task: Task, node: str) -> bool:
+    """Return whether a worker of the task may be placed on the node anew."""
+    is_of_type = not survey.types or survey.gpus.get(node) == survey.type_of(task)
+    return is_of_type and node not in survey.absence.absentees

@@ -67,7 +67,9 @@ def problem_of(survey: Survey, pins: Pins | None = None) -> Problem:
 def situation_of(survey: Survey) -> Situation | None:
     """Return what stands before the next event; None while the last one has not been planned for."""
     state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
-    if not survey.fresh or survey.barred_pairs or pins_of(survey) or any(_is_faulty(survey, task) for task in tasks):
+    if not survey.fresh or survey.barred_pairs or survey.absence.absentees or pins_of(survey):
+        return None
+    if any(_is_faulty(survey, task) for task in tasks):
         return None
     on_node: dict[str, set[str]] = {name: set() for name in capacity}
     for task in tasks:
@@ -148,7 +150,7 @@ def _is_faulty(survey: Survey, task: Task) -> bool:
     if assignment is None:
         return False
     nodes = {node for nodes in assignment.replicas for node in nodes}
-    off = any(node not in survey.capacity for node in nodes)
+    off = any(node not in survey.capacity or node in survey.absence.absentees for node in nodes)
     gpu = survey.type_of(task)
     if survey.types and any(survey.gpus.get(node) != gpu for node in nodes):
         return True

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from unicrond.core.faults.links import Pair, barred_pairs
 from unicrond.core.faults.program_faults import avoided_nodes, is_failing
-from unicrond.core.nodes import brakes, gpu_types
+from unicrond.core.nodes import brakes, gpu_types, outages
 from unicrond.core.planning.problem import Curve
 from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.policy import Policy
@@ -111,7 +111,8 @@ class Survey:
     depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py.
     `held_nodes`: those whose isolation is held (nodes/brakes.py). `failing`: tasks whose programs fail,
     `avoided`: nodes that tasks are kept off, if there is room elsewhere (faults/program_faults.py). `fresh`: the
-    adopted plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types,
+    adopted plan was made for the present nodes and tasks. `absence`: who is away for a time (nodes/outages.py); of an
+    awaited node the capacity is what the plan has there. `gpus`: the type of GPU of each node, `types`: the types,
     both empty where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
     """
 
@@ -120,7 +121,9 @@ class Survey:
         self.policy = policy
         self.active = state.active
         self.nodes: Nodes = of_nodes(state.nodes, before.nodes if before else None)
-        self.capacity: Mapping[str, int] = reconcile.capacity(state, self.nodes.slots, self.nodes.cordoned)
+        self.absence: outages.Absence = outages.absence(state, policy)
+        plan_slots = self._plan_slots()
+        self.capacity: Mapping[str, int] = self._with_seats(plan_slots)
         self.gpus: Mapping[str, str] = self.nodes.gpus
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
@@ -154,16 +157,10 @@ class Survey:
                 for task in self.active
             ]
         )
-        is_unchanged = before is not None and before._planned == self._planned
-        is_unchanged = (
-            is_unchanged
-            and before is not None
-            and (before.capacity is self.capacity or before.capacity == self.capacity)
-        )
-        is_unchanged = is_unchanged and before is not None and before.gpus == self.gpus
-        is_unchanged = is_unchanged and before is not None and before.barred_pairs == self.barred_pairs
-        facts = self.capacity, self._planned, self.gpus, self.barred_pairs
-        self.basis: str = before.basis if before and is_unchanged else _digest(*facts)
+        #: What a plan is made for: slots, tasks, types of GPU, nodes to keep apart.
+        self._facts = plan_slots, self._planned, self.gpus, self.barred_pairs
+        is_unchanged = before is not None and before._facts == self._facts
+        self.basis: str = before.basis if before and is_unchanged else _digest(*self._facts)
         self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
         alike = before is not None and before.nodes.services == self.nodes.services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
@@ -174,6 +171,31 @@ class Survey:
         )
         #: Per node, whether the plan would have room without it, with the plan and what it was made for.
         self._room: dict[str, tuple[tuple[int, str], bool]] = before._room if before else {}
+
+    def _plan_slots(self) -> Mapping[str, int]:
+        """Return the slots that the plan counts on, per node."""
+        slots = reconcile.capacity(self.state, self.nodes.slots, self.nodes.cordoned)
+        if self.absence == outages.NOBODY:
+            return slots
+        slots = {name: count for name, count in slots.items() if name not in self.absence.arrivals}
+        return slots | {name: self.state.nodes[name].slots for name in sorted(self.absence.absentees)}
+
+    def _with_seats(self, plan_slots: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the slots that a plan may use: of an awaited node those of the tasks that it has there."""
+        absentees = self.absence.absentees
+        if not absentees:
+            return plan_slots
+        assignments = [self.state.plan.assignments.get(task.name) for task in self.active]
+        seats = Counter(node for share in assignments if share for nodes in share.replicas for node in nodes)
+        slots = {name: min(count, seats[name]) if name in absentees else count for name, count in plan_slots.items()}
+        return {name: count for name, count in slots.items() if count or name not in absentees}
+
+    def pending(self, task: Task) -> list[tuple[str, ...]]:
+        """Return the replicas that are missing, by their nodes, and about to start: not those on awaited nodes, until
+        they come."""
+        away = self.absence.absentees - self.absence.incoming
+        missing = self.staffing(task).missing
+        return [nodes for nodes in missing if away.isdisjoint(nodes)] if away else list(missing)
 
     def _may_leave(self, task: Task, node: str) -> bool:
         """Return whether the plan in force has the task off the node, or another node has a free seat."""

@@ -86,7 +86,7 @@ TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
     v.CommandFailed: _REPORTS,
     v.DeadlineExpired: (_B.TIME_IS_UP, *_REPORTS),
     v.NodeLost: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER, _B.CAUSE_NAMES),
-    v.NodesLost: (_B.CAUSE_OPENS, _B.TAKEN_OVER),
+    v.NodesLost: (_B.CAUSE_OPENS, _B.FACT_JOINS, _B.TAKEN_OVER),
     v.SilenceHeld: (_B.SYMPTOM_OPENS,),
     v.NodeJoined: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER, _B.CAUSE_NAMES),
     v.SilenceEnded: (_B.CAUSE_NAMES,),

@@ -51,8 +51,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `quotas`: owner -> workers whose floors go before those of tasks over quota (quotas.py).
     `starvation_s`: how long a task may wait without workers before its `min_workers` go first (starvation.py); 0 =
     without end. `silence_s`: how long the silence of all nodes is held to be the head's own trouble before they are
-    lost (deafness.py). `isolations_per_hour`, `isolated_share` (of the nodes, at once), `evictions_per_hour` (of a
-    task): how much is taken out without a person; `mode`: "observe" takes out and moves nothing (nodes/brakes.py).
+    lost (deafness.py). `outage_hold_s`: how long nodes that were lost together are awaited before others take their
+    place; 0: not at all (outages.py). `isolations_per_hour`, `isolated_share` (of the nodes, at once),
+    `evictions_per_hour` (of a task): how much is taken out without a person; `mode`: "observe" takes out and moves
+    nothing (nodes/brakes.py).
     `part_bytes`: a membership whose seats take more is split into parts (events/vocabulary/placements.py).
     """
 
@@ -72,6 +74,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forget_s: SecondsOrNone = 7.0 * 86400
     starvation_s: SecondsOrNone = 0.0
     silence_s: Seconds = 600.0
+    outage_hold_s: SecondsOrNone = 120.0
     quotas: Mapping[OwnerName, Workers] = {}
     isolations_per_hour: HourLimit = Brakes().isolations_per_hour
     isolated_share: Share = Brakes().isolated_share
@@ -123,6 +126,7 @@ _USUAL = {
     "forget_s": Policy().forget_s,
     "starvation_s": 0.0,
     "silence_s": 600.0,
+    "outage_hold_s": 120.0,
     **msgspec.structs.asdict(Brakes()),
     "observes": False,
 }

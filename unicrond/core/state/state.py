@@ -20,7 +20,8 @@ from msgspec.structs import force_setattr
 
 from unicrond.core.state.alarms import AlarmHandling
 from unicrond.core.state.hang_tally import Lateness
-from unicrond.core.state.holds import Brakes, StandingHold
+from unicrond.core.state.holds import Brakes, Outage, StandingHold
+from unicrond.core.state.holds import Silence as Silence
 from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
 from unicrond.core.state.node_parts import NodeLogin as NodeLogin
@@ -44,6 +45,7 @@ from unicrond.core.state.workers import WorkerStatus as WorkerStatus
 from unicrond.core.state.workers_by_node import ByNode
 from unicrond.events.vocabulary import Fault, MemoryService, Mode, StoreAddress, TaskAssignment, TaskSpec
 from unicrond.events.vocabulary.field_defaults import always
+from unicrond.events.vocabulary.phrases import abridge
 
 
 class Severity(IntEnum):
@@ -76,7 +78,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: all run
     as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py). `probe_port`: where
-    its agent answers probes of links; 0: nowhere.
+    its agent answers probes of links; 0: nowhere. `domain`: what fails as one with it (nodes/outages.py).
     """
 
     name: str
@@ -93,6 +95,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     users: tuple[str, ...] = ()
     gpu: str = ""
     probe_port: int = 0
+    domain: str = ""
     cordon: Cordon = Cordon()
     isolation: Isolation = Isolation()
     health: NodeHealth = NodeHealth()
@@ -259,7 +262,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
     that no survivor could keep. `is_program_fault`: the task's own program is at fault, and no node pays for it.
     `stacks`: of a group that hung, place -> the workers that stood there (folding/stacks.py). `nodes`: those that were
-    lost together (nodes/outages.py).
+    lost together (nodes/outages.py); `back_us`: when the last of those that are back came.
     """
 
     id: str
@@ -293,6 +296,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_program_fault: bool = False
     stacks: dict[str, tuple[str, ...]] = {}
     nodes: tuple[str, ...] = ()
+    back_us: int = 0
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -305,7 +309,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.worker:
             return f"worker {self.worker} on {self.node}"
         if self.nodes:
-            return f"nodes {', '.join(self.nodes)}"
+            return f"nodes {abridge(self.nodes)}"
         return f"node {self.node}" if self.node else "the head"
 
 
@@ -362,16 +366,6 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     near: bool = False
 
 
-class Silence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The head hears none of its nodes (nodes/deafness.py). `incident`: that of the silence. `are_lost`: they were lost
-    after all, and none has come back yet."""
-
-    since_us: int
-    nodes: int
-    incident: str
-    are_lost: bool = False
-
-
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
 
@@ -385,7 +379,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     without end. `links`: those that are bad, or were of late (faults/links.py). `alarms`: what people did about them,
     by key (alarms.py). `brakes`: of the present coordinator; `holds`: decisions that are not carried out, by
     `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py). `silence`: the one that stands (deafness.py).
-    `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`.
+    `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`. `outages`:
+    nodes that were lost together, by incident (nodes/outages.py).
     """
 
     seq: int = always(0)
@@ -420,6 +415,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     holds: dict[str, StandingHold] = {}
     isolations_us: tuple[int, ...] = ()
     silence: Silence | None = None
+    outages: dict[str, Outage] = {}
     mode: Mode = "heal"
     configured_mode: Mode = "heal"
     by_node_cache: ByNode | None = None

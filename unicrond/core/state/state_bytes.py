@@ -140,6 +140,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "departure.leave_ordered",
     "gpu",
     "probe_port",
+    "domain",
 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
 from unicrond.core.nodes.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness, VerdictLimiter
+from unicrond.core.nodes.outages import held_domains
 from unicrond.core.state.state import ClusterState, Node
 from unicrond.events.log.event_log import BeatLog
 from unicrond.events.vocabulary import AnyEvent, Heartbeat, NodeJoined, NodeLost, NodesLost
@@ -80,7 +81,8 @@ class NodeWatch:
 
     def verdicts(self, state: ClusterState) -> list[AnyEvent]:
         """Return what the beats call for now. To be called at each judgement, else that counts as a pause of ours."""
-        return self.liveness.verdicts(state.nodes, self._clock.monotonic_us(), state.silence)
+        now_us = self._clock.monotonic_us()
+        return self.liveness.verdicts(state.nodes, now_us, state.silence, held_domains(state))
 
     def news(self, verdicts: list[AnyEvent]) -> list[AnyEvent]:
         """Return those of the verdicts that are to be appended."""
