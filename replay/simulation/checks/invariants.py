@@ -35,7 +35,7 @@ from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import schema_of
 from unicrond.replay.simulation.checks.judgement import JUDGEMENT_RULES
-from unicrond.views.goodput import GoodputTotals, account_step
+from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle_totals
 from unicrond.views.goodput_report import open_report, reading, report
 
 #: Name -> sentence; a test compares docs/design/simulation.md with this table.
@@ -200,12 +200,28 @@ def books_close(state: ClusterState) -> str:
 
 
 def goodput_closes(states: Sequence[ClusterState], entries: Sequence[Entry]) -> str:
-    """Check goodput of the cluster and of each task. `states[n]`: after entry n."""
+    """Check goodput of the cluster and of each task. The report closes, whatever it is made of: the sums of tasks and
+    causes are held against the ledger as well. `states[n]`: after entry n."""
     totals = GoodputTotals()
     for before, entry, after in zip(states, entries, states[1:], strict=False):
         totals = account_step(totals, LogStep(before, entry, after))
     state = states[min(len(states) - 1, len(entries))]
-    return open_report(report(reading(totals, state), state))
+    return open_report(report(reading(totals, state), state)) or _other_books(totals, state)
+
+
+def _other_books(totals: GoodputTotals, state: ClusterState) -> str:
+    """Describe where tasks and causes do not add up to the ledger's parts; "" where they do."""
+    ledger, totals = settle(state.ledger, state.now_us), settle_totals(totals, state.now_us)
+    hits = [hit for kinds in kinds_of(totals, state).values() for hit in kinds.values()]
+    sums = {
+        "delivered": sum(map(int, totals.delivered.values())),
+        "detection": sum(int(hit.detection) for hit in hits),
+        "transition": sum(int(hit.transition) for hit in hits),
+        "repeated": sum(int(hit.repeated) for hit in hits),
+        "sub_health": sum(int(work) for causes in totals.short.values() for work in causes.values()),
+    }
+    texts = [f"{name} {work}, not {int(getattr(ledger, name))}" for name, work in sums.items()]
+    return "; ".join(text for text, name in zip(texts, sums, strict=True) if sums[name] != int(getattr(ledger, name)))
 
 
 def symptoms_are_no_incidents(state: ClusterState) -> str:

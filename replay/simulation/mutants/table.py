@@ -13,6 +13,7 @@ from functools import partial
 
 from unicrond.replay.simulation.mutants.head_mutants import HEAD_MUTANTS
 from unicrond.replay.simulation.mutants.judgement_mutants import JUDGEMENT_MUTANTS
+from unicrond.replay.simulation.mutants.ledger_mutants import LEDGER_MUTANTS
 from unicrond.replay.simulation.mutants.mutation import Mutant
 from unicrond.replay.simulation.mutants.node_mutants import NODE_MUTANTS
 from unicrond.replay.simulation.run import RunOutcome, cores, outcomes
@@ -20,7 +21,7 @@ from unicrond.replay.simulation.run import RunOutcome, cores, outcomes
 SEEDS = 1000
 
 #: All of them, by name.
-MUTANTS: dict[str, Mutant] = HEAD_MUTANTS | NODE_MUTANTS | JUDGEMENT_MUTANTS
+MUTANTS: dict[str, Mutant] = HEAD_MUTANTS | NODE_MUTANTS | JUDGEMENT_MUTANTS | LEDGER_MUTANTS
 
 
 def find_breach(name: str, seeds: Sequence[int], processes: int) -> tuple[RunOutcome | None, int]:
