@@ -11,7 +11,7 @@ from unicrond.events.vocabulary.field_types import Micros, Name, Text
 from unicrond.events.vocabulary.phrases import span
 
 #: An alarm's name, and behind a colon its subject where there may be several: "outbox-backlog:node3".
-ALARM_PATTERN = r"^[a-z][a-z-]{1,62}(:[A-Za-z0-9][A-Za-z0-9._-]{0,62})?\Z"
+ALARM_PATTERN = r"^[a-z][a-z-]{1,62}(:[A-Za-z0-9][A-Za-z0-9._-]{0,199})?\Z"
 AlarmKey: TypeAlias = Annotated[str, Meta(pattern=ALARM_PATTERN)]
 
 

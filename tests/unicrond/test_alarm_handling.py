@@ -20,13 +20,14 @@ from tests.unicrond.serving import Served, healed_cluster, serving
 from tests.unicrond.test_notify import CALM, Hands, notifier, sent
 from unicrond.core.rules.requests import SILENCE_MAX_US, request_problem
 from unicrond.core.state.alarms import ALARMS_MAX, NAMES, Alarm, AlarmHandling
+from unicrond.core.state.holds import StandingHold
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.main import main
 from unicrond.display.alarms import alarm_line, alarm_rows
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.alarms import ALARM_PATTERN
 from unicrond.page.attention import attention, state_alarms
-from unicrond.service.coordinator.alarms import GONE_US, AlarmBoard
+from unicrond.service.coordinator.alarms import GONE_US, HOLDS_MAX, AlarmBoard, hold_alarms
 
 DISK = Alarm("volume-full", "the volume of /var has 1.0 GiB free of 50.0", "state")
 MINUTE_US = 60_000_000
@@ -90,6 +91,28 @@ def test_names_are_documented_and_are_keys() -> None:
     assert all(re.match(ALARM_PATTERN, Alarm(name, "text", "node3").key) for name in NAMES)
     with pytest.raises(ValueError, match="is not in NAMES"):
         Alarm("nonsense", "text")
+
+
+def test_each_held_decision_is_an_alarm_of_its_own() -> None:
+    """Who had acknowledged one heard of no other."""
+    long = "n" * 63
+    holds = [
+        StandingHold(action="isolation", limit="isolated_share", reason="strikes", since_us=1, node=long),
+        StandingHold(
+            action="withdrawal", limit="evictions_per_hour", reason="silent", since_us=1, node=long, task=long
+        ),
+        StandingHold(action="eviction", limit="observe", reason="hangs", since_us=1, node="n1", task="t", worker="t.7"),
+        StandingHold(action="failure", limit="observe", reason="it fails", since_us=1, task="t"),
+        StandingHold(action="plan", limit="observe", reason="t 1 -> 2", since_us=1),
+    ]
+    alarms = hold_alarms(replace(ClusterState(), holds={str(number): hold for number, hold in enumerate(holds)}))
+    assert [alarm.subject for alarm in alarms] == [
+        f"isolation.{long}", f"withdrawal.{long}.{long}", "eviction.t.7", "failure.t", "plan",
+    ]  # fmt: skip
+    assert all(re.match(ALARM_PATTERN, alarm.key) for alarm in alarms)
+    many = {str(number): holds[0] for number in range(HOLDS_MAX + 2)}
+    *_, rest = hold_alarms(replace(ClusterState(), holds=many))
+    assert (rest.key, str(rest)) == ("decisions-held", "2 more decisions are held")
 
 
 def test_nodes_and_tasks_that_need_somebody_are_alarms() -> None:

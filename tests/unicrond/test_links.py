@@ -15,6 +15,7 @@ from unicrond.core.faults import links
 from unicrond.core.folding.plans import membership_decided
 from unicrond.core.planning.placement import place
 from unicrond.core.state.changes import with_task
+from unicrond.core.state.holds import Brakes
 from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
 from unicrond.core.state.state import ClusterState, Severity, Task
 from unicrond.core.state.task_parts import WARM_UP
@@ -443,6 +444,23 @@ def test_way_is_named_by_both_ends_alone() -> None:
     assert link.cut_way == ("a", "b")
     assert replace(link, hears={"a": True}).cut_way is None
     assert replace(link, conditions={"a": "silent", "b": "slow"}).cut_way is None
+
+
+def test_withdrawal_that_a_brake_holds_is_told_once() -> None:
+    """While the next probes were awaited nothing asked for it, so it was told as lifted and held in turns."""
+    cluster = LinkedCluster(26, nodes=3)
+    cluster.state = replace(cluster.state, brakes=Brakes(evictions_per_hour=0))
+    cluster.cut("n0", "n1")
+    for _ in range(3):
+        cluster.pass_deadlines("links")
+        cluster.run()
+        cluster.stand_still()
+        cluster.run()
+    (held,) = cluster.said(v.DecisionHeld)
+    assert (held.action, held.limit) == ("withdrawal", "evictions_per_hour") and not cluster.said(v.HoldLifted)
+    cluster.mend("n0", "n1")
+    assert len(cluster.said(v.HoldLifted)) == 1 and not cluster.state.holds
+    assert not cluster.said(v.WorkersWithdrawn) and len(cluster.members) == 3
 
 
 NAMES = [f"n{number}" for number in range(6)]

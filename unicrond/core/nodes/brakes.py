@@ -20,7 +20,8 @@ Rules
   workers (rules/pinning.py). What died is started again in its place, or on a free slot if its node is gone; with the
   same back-off where it would have failed. The newest word on the mode counts, a person's or a changed configuration's.
 * A hold ends when the decision is carried out, since the limit allows it again, or is wanted no longer. What the
-  machine itself is blamed for stays wanted until the node has been isolated, or a person has answered for it.
+  machine itself is blamed for stays wanted until the node has been isolated, or a person has answered for it. What a
+  bad link asks for does until the link is good: while probes are awaited nothing is decided about it.
 
 What does not live here: who is to be isolated or evicted (deciding/response.py, deciding/links.py), how a hold gets
 into the log (deciding/batch.py), its fold (folding/holds.py), where workers go (rules/survey.py, deciding/plans.py).
@@ -31,12 +32,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from unicrond.core.faults import links
 from unicrond.core.faults.program_faults import BACK_OFF_MAX_US
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.state.holds import StandingHold
 from unicrond.core.state.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.events.vocabulary.phrases import clean, count, to_the_second
+from unicrond.events.vocabulary.phrases import clean, to_the_second
 
 HOUR_US = 3_600_000_000
 #: Workers that are given up within so long go together.
@@ -44,8 +46,6 @@ ROUND_US = 10_000_000
 BACK_OFF_US = 1_000_000
 #: Kinds of incident that are a suspicion: nobody has seen the process fail.
 SUSPICIONS = ("hang", "corruption")
-#: The most holds that one line names.
-_NAMES_MAX = 3
 
 
 class BrakeLimit(NamedTuple):
@@ -165,6 +165,8 @@ def stands(state: ClusterState, hold: StandingHold) -> bool:
     over, or only the next plan says. Blows that are too few for the decision hold nothing that a limit does not."""
     if hold.action == "plan":
         return True
+    if hold.action in ("withdrawal", "eviction"):
+        return _is_open(state, hold)
     if hold.action != "isolation" or hold.node not in state.nodes or state.nodes[hold.node].isolation.active:
         return False
     blamed = any(i.node == hold.node and i.severity is Severity.SEV1 for i in state.incidents.values())
@@ -172,6 +174,18 @@ def stands(state: ClusterState, hold: StandingHold) -> bool:
         return True
     isolation = v.NodeIsolated(node=hold.node, until_us=None, reason=hold.reason)
     return blows(state, hold.node) > 0 and limit_on(state, isolation) is not None
+
+
+def _is_open(state: ClusterState, hold: StandingHold) -> bool:
+    """Return whether the links that ask for the task to go on without workers are bad still, or probed just now."""
+    task = state.tasks.get(hold.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return False
+    if hold.action == "eviction":
+        return hold.worker in task.workers and task.workers[hold.worker].alive and links.is_awaited(task)
+    alive = {worker.node for worker in task.workers.values() if worker.alive}
+    pairs = [pair for pair in links.among(links.poor_pairs(state), alive) if hold.node in pair]
+    return hold.node in alive and (bool(pairs) or links.is_awaited(task))
 
 
 def blows(state: ClusterState, node: str) -> int:
@@ -250,13 +264,10 @@ def hold_lines(state: ClusterState, *, node: str = "", task: str = "") -> list[s
     ]
 
 
-def hold_summary(state: ClusterState) -> str:
-    """Say in one line how many decisions are held; "" where none is."""
-    if not state.holds:
-        return ""
-    texts = [clean(hold_text(hold)) for hold in state.holds.values()]
-    more = f"; and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
-    return f"{count(len(texts), 'decision is', 'decisions are')} held: {'; '.join(texts[:_NAMES_MAX])}{more}"
+def hold_subject(hold: StandingHold) -> str:
+    """Return what an alarm of the hold is about: "isolation.node3", "eviction.big.7", "plan"."""
+    parts = (hold.worker,) if hold.worker else (hold.task, hold.node)
+    return ".".join(filter(None, (hold.action, *parts)))
 
 
 def mode_text(state: ClusterState) -> str:

@@ -34,7 +34,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "certificate-ends": "the head's certificate ends soon, or has ended",
         "certificate-unused": "new certificates cannot be used",
         "checkpoint-unsaved": "a task's last checkpoint was not written",
-        "decisions-held": "the brakes hold decisions back",
+        "decisions-held": "the brakes hold a decision back",
         "job-failed": "a job beside the head fails, and is begun again",
         "log-large": "the log in NATS is larger than log.alarm_gib",
         "log-truncated": "nodes have read entries that the log does not hold",

@@ -10,6 +10,7 @@ Rules
 * A head that hears none of its nodes says so for as long as that silence stands in the state.
 * A checkpoint that could not be written is an alarm until a later one is written, or the task has ended; this one is in
   the state.
+* Each decision that the brakes hold is an alarm of its own: who has seen one has not seen the next.
 * What people did about an alarm (core/state/alarms.py) ends when the alarm has not stood for GONE_US, as this head sees
   it: one that comes and goes stays acknowledged. The coordinator that leads says so in the log, once.
 """
@@ -20,12 +21,13 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from unicrond.core.nodes.brakes import hold_subject, hold_text
 from unicrond.core.nodes.liveness import OWN_NAME
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
 from unicrond.events.vocabulary import AlarmEnded
-from unicrond.events.vocabulary.phrases import count, to_the_second
+from unicrond.events.vocabulary.phrases import clean, count, to_the_second
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
@@ -34,6 +36,8 @@ log = logging.getLogger("unicrond")
 
 STANDS_US = 3600 * 1_000_000
 GONE_US = 60_000_000
+#: So many held decisions have an alarm each.
+HOLDS_MAX = 16
 _SAVE_FAILURES = {
     "unicron": "did not save the checkpoint",
     "program": "its program did not save its checkpoint",
@@ -110,6 +114,18 @@ def silence_alarms(state: ClusterState) -> list[Alarm]:
     cause = "is the NATS server, the DNS name or the password wrong?"
     text = f"the head hears none of {nodes} since {since}: {cause} nothing is decided about them{lost}"
     return [Alarm("nodes-unheard", text)]
+
+
+def hold_alarms(state: ClusterState) -> list[Alarm]:
+    """Return an alarm for each decision that is held, the oldest HOLDS_MAX, and one of the others together."""
+    holds = list(state.holds.values())
+    alarms = [
+        Alarm("decisions-held", f"{clean(hold_text(hold))} since {to_the_second(hold.since_us)}", hold_subject(hold))
+        for hold in holds[:HOLDS_MAX]
+    ]
+    if rest := len(holds) - len(alarms):
+        alarms.append(Alarm("decisions-held", f"{count(rest, 'more decision is', 'more decisions are')} held"))
+    return alarms
 
 
 def written_by(subject: str) -> tuple[str, str]:

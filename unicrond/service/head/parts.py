@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from unicrond.core.nodes.brakes import hold_summary
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.archive.archived_log import ArchivedLog
@@ -32,7 +31,7 @@ from unicrond.intake.tls import BadTls
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.connections import ApiConnections, connections_max
-from unicrond.service.coordinator.alarms import unsaved_alarms
+from unicrond.service.coordinator.alarms import hold_alarms, unsaved_alarms
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
@@ -179,8 +178,7 @@ class HeadParts:
         if self._logins is not None:
             lines += self._logins.alarms()
         lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
-        if summary := hold_summary(self.coordinator.state):
-            lines.append(Alarm("decisions-held", summary))
+        lines += hold_alarms(self.coordinator.state)
         return lines + (self._certificates.alarms() if self._is_tls else [])
 
     @property
