@@ -18,15 +18,17 @@ from msgspec.structs import replace
 from tests.unicrond.cluster import MiniCluster, trained
 from tests.unicrond.serving import Served, healed_cluster, serving
 from tests.unicrond.test_notify import CALM, Hands, notifier, sent
+from tests.unicrond.test_tables import shown
 from unicrond.core.rules.requests import SILENCE_MAX_US, request_problem
 from unicrond.core.state.alarms import ALARMS_MAX, NAMES, Alarm, AlarmHandling
 from unicrond.core.state.holds import StandingHold
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.main import main
-from unicrond.display.alarms import alarm_line, alarm_rows
+from unicrond.display.alarms import alarm_line, alarm_rows, alarms_table
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.alarms import ALARM_PATTERN
 from unicrond.page.attention import attention, state_alarms
+from unicrond.page.view import view
 from unicrond.service.coordinator.alarms import GONE_US, HOLDS_MAX, AlarmBoard, hold_alarms
 
 DISK = Alarm("volume-full", "the volume of /var has 1.0 GiB free of 50.0", "state")
@@ -66,6 +68,27 @@ def test_silence_ends_with_its_time() -> None:
     during, after = (alarm_rows(cluster.state, [DISK], until_us + shift)[0] for shift in (-1, 0))
     assert during["is_quiet"] and "silenced by anna" in during["handling"]
     assert "is_quiet" not in after and "handling" not in after and "silenced_by" not in after
+
+
+def test_silence_that_is_over_in_a_quiet_log_is_over_on_the_page() -> None:
+    """The log's time stands still with it."""
+    cluster = trained(2)
+    cluster.append(v.NodeIsolated(node="n0", until_us=None, reason="by hand"), "coordinator", cluster.state.term)
+    ask(cluster, v.AlarmSilenced(alarm="node-isolated:n0", for_us=10 * MINUTE_US, reason="later", requester="anna"))
+    until_us = cluster.state.now_us + 10 * MINUTE_US
+    during, after = (view(cluster.state, now_us=until_us + shift)["attention"][-1] for shift in (-1, 0))
+    assert during["handling"].startswith("silenced by anna") and after["handling"] == ""
+    assert view(cluster.state)["attention"][-1]["handling"].startswith("silenced by anna"), "of a replayed log"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_table_of_alarms_fits_the_terminal(width: int) -> None:
+    rows = [
+        {"alarm": f"decisions-held:withdrawal.{'n' * 63}.{'m' * 63}", "text": "the link is silent " * 9},
+        {"alarm": "volume-full:state", "text": "1 GiB is free", "handling": "acknowledged by anna 5 min ago; " * 4},
+    ]
+    lines = shown(alarms_table(rows), width)
+    assert len(lines) > 4 and any("1 GiB is free" in line for line in lines)
 
 
 def test_quiet_alarms_come_last() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unicrond.core.state.state import ClusterState, Severity
 from unicrond.ctl.client import Snapshot
 from unicrond.ctl.client_options import client_of, now_us, print_json, snapshot_of
+from unicrond.display.alarms import alarms_table
 from unicrond.display.cluster_tables import incidents_table
 from unicrond.display.tables import Table, show
 from unicrond.events.vocabulary.phrases import span, to_the_second
@@ -36,8 +37,7 @@ def alarms(options: argparse.Namespace) -> None:
     if options.json:
         print_json(rows)
     else:
-        cells = tuple((row["alarm"], row.get("handling") or "-", row["text"]) for row in rows)
-        show(Table(("alarm", "handling", "what"), cells, frozenset(), "no alarm"))
+        show(alarms_table(rows))
 
 
 def handle_alarm(options: argparse.Namespace) -> None:

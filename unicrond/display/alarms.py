@@ -12,6 +12,7 @@ import msgspec
 
 from unicrond.core.state.alarms import Alarm, AlarmHandling
 from unicrond.core.state.state import ClusterState
+from unicrond.display.tables import Table
 from unicrond.events.vocabulary.phrases import span
 
 
@@ -57,6 +58,12 @@ def handling_words(handling: AlarmHandling, now_us: int) -> str:
     if handling.person:
         words.append(f"assigned to {handling.person}")
     return "; ".join(words)
+
+
+def alarms_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Build the table of the alarms of the API."""
+    cells = tuple((row["alarm"], row.get("handling") or "-", row["text"]) for row in rows)
+    return Table(("alarm", "handling", "what"), cells, frozenset(), "no alarm")
 
 
 def alarm_line(row: Mapping[str, Any]) -> str:

@@ -26,9 +26,11 @@ from unicrond.views.accounts import incident_title
 FAILED_US = 3_600_000_000
 
 
-def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dict[str, str]]:
+def attention(state: ClusterState, hide: Callable[[str], str] = str, now_us: int = 0) -> list[dict[str, str]]:
     """Return rows of `what`, `remedy` (a command, or ""), `place` (of the page), `alarm` (its key, or "")
-    and `handling` (what people did about it)."""
+    and `handling` (what people did about it). `now_us`: wall clock of a head, whose log may be quiet for long; else the
+    log's time counts."""
+    now_us = max(now_us, state.now_us)
     worst_first = sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
     rows = [
         _row(
@@ -51,7 +53,7 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dic
         for name, text in _trouble_of_node(state, node)
     ]
     for row in rows:
-        row["handling"] = handling_words(state.alarms.get(row["alarm"], AlarmHandling()), state.now_us)
+        row["handling"] = handling_words(state.alarms.get(row["alarm"], AlarmHandling()), now_us)
     return [{name: hide(text) for name, text in row.items()} for row in rows]
 
 

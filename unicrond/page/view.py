@@ -6,7 +6,7 @@
 Workers stand with their nodes as [task, number, rank, status]: the task's place in `tasks`, the rank -1 for one that is
 no member. Nodes that tell a type of GPU have it (`gpu`); tasks and the plan's shares where there are several. A task's
 ranks, with what each does, are asked for one task at a time (`ranks_of`); the end of a worker's log is with its events.
-`hide`: what becomes of a text that may hold a secret.
+`hide`: what becomes of a text that may hold a secret. `now_us`: a head's wall clock; 0: the log's time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unicrond.page.attention import attention
 CLOSED_SHOWN = 200
 
 
-def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any]:
+def view(state: ClusterState, hide: Callable[[str], str] = str, now_us: int = 0) -> dict[str, Any]:
     """Return all that the page shows of a state."""
     places = {name: number for number, name in enumerate(state.tasks)}
     several = bool(node_types(state.nodes.values())[1])
@@ -47,7 +47,7 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
         "seq": state.seq,
         "now_us": state.now_us,
         "term": state.term,
-        "attention": attention(state, hide),
+        "attention": attention(state, hide, now_us),
         "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
         "tasks": [_task(state, task, hide) | _gpu(state, task, several) for task in state.tasks.values()],
         "incidents": [

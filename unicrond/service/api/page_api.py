@@ -128,4 +128,4 @@ class PageApi:
 
 def _encoded(coordinator: Coordinator) -> bytes:
     state = coordinator.state
-    return msgspec.json.encode(view(state, mask_of(state).text))
+    return msgspec.json.encode(view(state, mask_of(state).text, coordinator.now_us()))
