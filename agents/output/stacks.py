@@ -7,6 +7,8 @@ Rules
   another process's memory. Linux lets root do that, and a process with the capability SYS_PTRACE; a plain user only
   where `kernel.yama.ptrace_scope` is 0. The process is halted for some milliseconds.
 * The flight recorder's content is asked of the worker itself.
+* An answer belongs to the question whose number it repeats: one that comes too late answers no later question. Workers
+  of an older agent's time repeat none.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from unicrond.agents.protocol.messages import Flight, Hello, Stacks, TellFlight, TellStacks
 from unicrond.events.host.optional_dependencies import install_command
 from unicrond.events.queries.worker_queries import MAX_LOG_BYTES
@@ -25,6 +29,8 @@ from unicrond.events.vocabulary import WorkerId
 
 _STACKS_TIMEOUT_S = 5.0
 FLIGHT_TIMEOUT_S = 3.0
+#: Questions of a kind to one worker that may be open.
+WAITING_MAX = 64
 _PERMISSION = (
     "run the agent as root, give it the capability SYS_PTRACE, or set the sysctl kernel.yama.ptrace_scope to 0"
 )
@@ -78,7 +84,9 @@ class Questions:
     def __init__(self, send: Callable[[WorkerId, TellFlight | TellStacks], None]) -> None:
         self._send = send
         self._able: dict[WorkerId, set[type[Flight | Stacks]]] = {}
-        self._waiting: dict[tuple[WorkerId, type[Flight | Stacks]], asyncio.Future[Flight | Stacks]] = {}
+        self._waiting: dict[tuple[WorkerId, type[Flight | Stacks], int], asyncio.Future[Flight | Stacks]] = {}
+        self._numbered: set[WorkerId] = set()
+        self._last = 0
 
     def connected(self, hello: Hello) -> None:
         """Note that a worker is connected; an older one does not understand every question."""
@@ -87,16 +95,18 @@ class Questions:
             able.add(Flight)
         if hello.has_stacks:
             able.add(Stacks)
+        if hello.repeats_numbers:
+            self._numbered.add(hello.worker)
 
     def disconnected(self, worker: WorkerId) -> None:
         """Note that the worker is no longer connected."""
         self._able.pop(worker, None)
-        for kind in (Flight, Stacks):
-            self._waiting.pop((worker, kind), None)
+        self._numbered.discard(worker)
+        self._waiting = {key: waiting for key, waiting in self._waiting.items() if key[0] != worker}
 
     def receive(self, worker: WorkerId, answer: Flight | Stacks) -> None:
         """Pass the worker's answer on; one that comes too late is dropped."""
-        waiting = self._waiting.pop((worker, type(answer)), None)
+        waiting = self._waiting.pop((worker, type(answer), answer.question), None)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
@@ -105,10 +115,14 @@ class Questions:
         kind: type[Flight | Stacks] = Flight if isinstance(question, TellFlight) else Stacks
         if kind not in self._able.get(worker, ()):
             return None
-        waiting = self._waiting.get((worker, kind))
+        self._last += 1
+        number = self._last if worker in self._numbered else 0
+        waiting = self._waiting.get((worker, kind, number))
         if waiting is None or waiting.done():
-            waiting = self._waiting[worker, kind] = asyncio.get_running_loop().create_future()
-        self._send(worker, question)
+            waiting = self._waiting[worker, kind, number] = asyncio.get_running_loop().create_future()
+        for old in sorted(key for key in self._waiting if key[:2] == (worker, kind))[:-WAITING_MAX]:
+            del self._waiting[old]  # nobody waits for so long
+        self._send(worker, replace(question, number=number))
         return waiting
 
     async def flight(self, worker: WorkerId, timeout_s: float = FLIGHT_TIMEOUT_S) -> Flight:

@@ -103,9 +103,10 @@ class Hello(WireMessage, frozen=True, kw_only=True):
     pid: Positive
     generation: Count
     ready: bool
-    #: It understands TellFlight; TellStacks.
+    #: It understands TellFlight; TellStacks; repeats their numbers in its answers.
     has_flight: bool = False
     has_stacks: bool = False
+    repeats_numbers: bool = False
 
 
 class IterationCommitted(WireMessage, frozen=True, kw_only=True):
@@ -128,16 +129,19 @@ class IterationCommitted(WireMessage, frozen=True, kw_only=True):
 
 
 class Flight(WireMessage, frozen=True, kw_only=True):
-    """(worker -> agent) the content of the flight recorder, the oldest first. `trouble`: why there is nothing."""
+    """(worker -> agent) the content of the flight recorder, the oldest first. `trouble`: why there is nothing.
+    `question`: the number of the question."""
 
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
     trouble: Text = ""
+    question: Count = 0
 
 
 class Stacks(WireMessage, frozen=True, kw_only=True):
-    """(worker -> agent) where its threads stand, the main thread first."""
+    """(worker -> agent) where its threads stand, the main thread first. `question`: the number of the question."""
 
     text: StackText
+    question: Count = 0
 
 
 # --- fork server -> agent, on a worker's connection ----------------------------------------------
@@ -207,12 +211,17 @@ class InjectIntoWorker(WireMessage, frozen=True, kw_only=True):
 
 
 class TellFlight(WireMessage, frozen=True, kw_only=True):
-    """(agent -> worker) send the content of the flight recorder. Only to a worker whose Hello says that it can."""
+    """(agent -> worker) send the content of the flight recorder. Only to a worker whose Hello says that it can.
+    `number`: to be repeated in the answer; 0: the worker cannot."""
+
+    number: Count = 0
 
 
 class TellStacks(WireMessage, frozen=True, kw_only=True):
     """(agent -> worker) send the threads' stacks as they are before any later message takes effect. Only to a worker
-    whose Hello says that it can."""
+    whose Hello says that it can. `number`: as in TellFlight."""
+
+    number: Count = 0
 
 
 # --- agent -> fork server ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.agents.node import NODE, Node, decision, membership, reporter, start,
 from unicrond.agents.core.state import TakeStacks, TellForkServer, TellWorker
 from unicrond.agents.output.stacks import Questions
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import Flight, GroupMembership, Hello, Kill, Stacks, TellStacks
+from unicrond.agents.protocol.messages import Flight, GroupMembership, Hello, Kill, Stacks, TellFlight, TellStacks
 from unicrond.agents.shell import stack_keeper
 from unicrond.agents.shell.stack_keeper import StackKeeper, bundle, collective_text, without_numbers
 from unicrond.events.queries.worker_queries import Collective
@@ -104,16 +104,26 @@ class Desk:
 
     def __init__(self, sight: Sight, *workers: str) -> None:
         self.asked: list[tuple[str, type]] = []
+        self.numbers: dict[tuple[str, type], list[int]] = {}
         self.told: list[StacksTaken] = []
-        self.questions = Questions(lambda worker, question: self.asked.append((worker, type(question))))
+        self.questions = Questions(self._take)
         for worker in workers:
-            hello = Hello(worker=worker, task="t", pid=1, generation=1, ready=True, has_flight=True, has_stacks=True)
+            hello = Hello(
+                worker=worker, task="t", pid=1, generation=1, ready=True, has_flight=True, has_stacks=True,
+                repeats_numbers=True,
+            )  # fmt: skip
             self.questions.connected(hello)
         self.keeper = StackKeeper("n1", self.questions, sight, self.told.append)  # type: ignore[arg-type]
 
+    def _take(self, worker: str, question: TellFlight | TellStacks) -> None:
+        self.asked.append((worker, type(question)))
+        self.numbers.setdefault((worker, type(question)), []).append(question.number)
+
     def reply(self, worker: str, text: str, *collectives: Collective) -> None:
-        self.questions.receive(worker, Stacks(text=text))
-        self.questions.receive(worker, Flight(collectives=collectives))
+        """Answer the oldest question of each kind."""
+        stacks, flight = [self.numbers[worker, kind].pop(0) for kind in (TellStacks, TellFlight)]
+        self.questions.receive(worker, Stacks(text=text, question=stacks))
+        self.questions.receive(worker, Flight(collectives=collectives, question=flight))
 
     async def event(self) -> StacksTaken:
         for _ in range(1000):
@@ -229,3 +239,19 @@ def test_bundle_keeps_so_many_different_stacks() -> None:
     assert len(texts) == STACK_TEXTS_MAX
     assert [worker.stack for worker in workers] == [*range(1, STACK_TEXTS_MAX + 1), 0]
     assert "left out" in workers[-1].trouble
+
+
+async def test_late_answer_to_the_first_hang_does_not_answer_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It told where the worker stood minutes ago."""
+    monkeypatch.setattr(stack_keeper, "ASKED_S", 0.05)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    desk = Desk(Sight(), "t.1")
+    desk.keeper.take(TakeStacks(task="t", generation=4, processes={"t.1": os.getpid()}))
+    first = await desk.event()
+    assert not first.stacks and first.workers[0].trouble
+    monkeypatch.setattr(stack_keeper, "ASKED_S", 5.0)
+    desk.keeper.take(TakeStacks(task="t", generation=5, processes={"t.1": os.getpid()}))
+    desk.reply("t.1", "where it stood in generation 4")
+    desk.reply("t.1", "where it stands in generation 5")
+    second = await desk.event()
+    assert (second.generation, second.stacks) == (5, ("where it stands in generation 5",))

@@ -150,9 +150,9 @@ def test_worker_answers_flight_request_beside_main_thread(monkeypatch: pytest.Mo
     with agent_of_a_worker() as agent:
         hello = next_of(agent, incoming)
         assert isinstance(hello, Hello) and hello.has_flight
-        agent.sendall(frame(TellFlight()))
+        agent.sendall(frame(TellFlight(number=5)))
         told = next_of(agent, incoming)
-    assert isinstance(told, Flight) and told.collectives[0].number == 17
+    assert isinstance(told, Flight) and (told.collectives[0].number, told.question) == (17, 5)
 
 
 def test_worker_tells_its_stacks_before_it_takes_the_next_message() -> None:
@@ -160,9 +160,10 @@ def test_worker_tells_its_stacks_before_it_takes_the_next_message() -> None:
     with agent_of_a_worker() as agent:
         hello = next_of(agent, incoming)
         assert isinstance(hello, Hello) and hello.has_stacks
-        agent.sendall(frame(TellStacks()) + frame(TellFlight()))
+        assert hello.repeats_numbers
+        agent.sendall(frame(TellStacks(number=7)) + frame(TellFlight()))
         told = next_of(agent, incoming)
-    assert isinstance(told, Stacks) and "test_flight.py" in told.text.splitlines()[1]
+    assert isinstance(told, Stacks) and "test_flight.py" in told.text.splitlines()[1] and told.question == 7
 
 
 async def test_agent_waits_limited_time_for_flight() -> None:

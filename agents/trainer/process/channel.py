@@ -27,6 +27,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import (
     EXIT_NO_AGENT,
@@ -209,6 +211,7 @@ class AgentChannel:
             ready=self._ready,
             has_flight=True,
             has_stacks=True,
+            repeats_numbers=True,
         )
         repeated = [self._remembered[kind] for kind in _REPEATED if kind in self._remembered]
         repeated = [
@@ -282,14 +285,21 @@ class AgentChannel:
                 elif isinstance(message, InjectIntoWorker):
                     self.ordered_faults.append(message.fault)
                 elif isinstance(message, TellFlight):  # a library's lock must not hold up this thread
-                    threading.Thread(target=lambda: self.send(read_flight()), name="flight", daemon=True).start()
+                    self._tell_flight(message.number)
                 elif isinstance(message, TellStacks):  # before the next message moves the main thread on
-                    self.send(Stacks(text=read_stacks()))
+                    self.send(Stacks(text=read_stacks(), question=message.number))
                 elif isinstance(message, Quit) and self._quit_reason is None:
                     self._quit_reason = message.reason
                     self._quit_at = time.monotonic()
                 self._condition.notify_all()
         return bool(data)
+
+    def _tell_flight(self, question: int) -> None:
+        def tell() -> None:
+            """Read it and send it."""
+            self.send(replace(read_flight(), question=question))
+
+        threading.Thread(target=tell, name="flight", daemon=True).start()
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
