@@ -25,6 +25,9 @@ from unicrond.events.vocabulary.field_types import (
 )
 from unicrond.events.vocabulary.phrases import count, seconds
 
+#: How many of the replicas that agree accuse one whose parameters differ.
+WITNESSES_MAX = 5
+
 
 class Checksums(Value, frozen=True, kw_only=True):
     """Checksums of the first shard: of the parameters' bits after `iteration`, and of the gradients' sums of
@@ -174,8 +177,9 @@ class StragglerRecovered(StragglerSeen, frozen=True, kw_only=True):
 class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
     """A replica has numbers that no sound one should have. `worker` reports it, `suspect` has them ("": unknown).
 
-    `sign` "checksum": its parameters differ from those of the majority; else its share of the iteration has a loss or
-    a gradient norm far off the usual, `value` instead of about `usual`.
+    `sign` "checksum": its parameters differ from those of the majority, of which the first WITNESSES_MAX report it,
+    each for itself; else its share of the iteration has a loss or a gradient norm far off the usual, `value` instead of
+    about `usual`.
     """
 
     sign: CorruptionSign

@@ -12,7 +12,7 @@ from unicrond.ctl.inject import inject
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize(("nodes", "workers", "most"), [(4, 2, 1), pytest.param(8, 5, 2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("nodes", "workers", "most"), [(5, 2, 1), pytest.param(8, 5, 2, marks=pytest.mark.matrix)])
 @pytest.mark.asyncio
 async def test_share_holds_and_person_releases_it(tmp_path: Path, nodes: int, workers: int, most: int) -> None:
     settings = {"injection": True, "policy": {"isolation_s": 3600.0}}

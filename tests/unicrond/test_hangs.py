@@ -199,24 +199,37 @@ def test_death_between_suspicions_opens_only_exit_incident(cluster: MiniCluster)
     assert [incident.kind for incident in cluster.state.closed_incidents] == ["process_exit"]
 
 
-def corrupt(cluster: MiniCluster, suspect: str, sign: v.CorruptionSign) -> None:
-    one = members(cluster)[0]
-    node = cluster.state.tasks["big"].workers[one].node
-    told = v.CorruptionSuspected(
-        node=node, task="big", worker=one, generation=cluster.state.tasks["big"].generation, iteration=4,
+def corrupt(
+    cluster: MiniCluster, suspect: str, sign: v.CorruptionSign, *, reporter: int = 0, iteration: int = 4
+) -> None:
+    worker = members(cluster)[reporter]
+    node = cluster.state.tasks["big"].workers[worker].node
+    event = v.CorruptionSuspected(
+        node=node, task="big", worker=worker, generation=cluster.state.tasks["big"].generation, iteration=iteration,
         sign=sign, suspect=suspect, value=9.0, usual=1.0,
     )  # fmt: skip
-    cluster.say(cluster.hosts[node], told)
+    cluster.say(cluster.hosts[node], event)
 
 
 def test_replica_with_deviating_parameters_is_replaced(cluster: MiniCluster) -> None:
     culprit = members(cluster)[2]
     corrupt(cluster, culprit, "checksum")
+    corrupt(cluster, culprit, "checksum", reporter=1)
     cluster.run()
     cluster.assert_whole()
     (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.worker, incident.severity) == ("corruption", culprit, Severity.SEV2)
     assert culprit not in members(cluster)
+
+
+def test_one_member_convicts_nobody(cluster: MiniCluster) -> None:
+    before = members(cluster)
+    for iteration in (4, 5, 6):
+        corrupt(cluster, before[2], "checksum", iteration=iteration)
+    corrupt(cluster, before[2], "checksum", reporter=2, iteration=6)  # the suspect itself is no witness
+    corrupt(cluster, before[2], "checksum", reporter=1, iteration=7)  # nor is a word about another iteration
+    cluster.run()
+    assert members(cluster) == before and not cluster.state.incidents_total
 
 
 @pytest.mark.parametrize(("sign", "known"), [("loss", True), ("gradient_norm", True), ("checksum", False)])

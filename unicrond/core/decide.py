@@ -86,6 +86,7 @@ def _reconcile(batch: DecisionBatch, solutions: Mapping[Problem, Solution], *, g
                 staff.staff(batch, task, policy)
     for task in unsettled:
         staff.end_unwanted(batch, task)
+    batch.end_strays()
     links.watch_links(batch)
     for task in state.tasks.values():
         copies.tell_peers(batch, task)

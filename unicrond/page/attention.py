@@ -52,6 +52,16 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str, now_us: int
         for node in state.nodes.values()
         for name, text in _trouble_of_node(state, node)
     ]
+    rows += [
+        _row(
+            f"{tally.count} observations of node {name} were refused, the last: {tally.reason}"[:400],
+            f"unicronctl describe node {name}",
+            "cluster",
+            f"observations-refused:{name}",
+        )
+        for name, tally in state.refused_observations.items()
+        if state.now_us - tally.last_us < FAILED_US
+    ]
     for row in rows:
         row["handling"] = handling_words(state.alarms.get(row["alarm"], AlarmHandling()), now_us)
     return [{name: hide(text) for name, text in row.items()} for row in rows]

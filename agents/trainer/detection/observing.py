@@ -47,6 +47,7 @@ from unicrond.events.vocabulary import (
     StragglerRecovered,
     WorkerBusy,
 )
+from unicrond.events.vocabulary.training import WITNESSES_MAX
 
 #: An iteration that spent more than this part on a checkpoint is not a plain one: 1 / _SAVING.
 _SAVING = 20
@@ -284,8 +285,8 @@ class Detection:
         if len(set(checksums)) == 1 or 0 in checksums:
             return
         minority = minority_ranks(checksums)
-        reporter = 0 if minority is None else min(set(range(len(workers))).difference(minority))
-        if rank == reporter:
+        witnesses = [0] if minority is None else sorted(set(range(len(workers))).difference(minority))[:WITNESSES_MAX]
+        if rank in witnesses:
             for suspect in [""] if minority is None else [workers[suspect_rank] for suspect_rank in minority]:
                 self._suspect("checksum", suspect, 0.0, 0.0, iteration, generation)
 

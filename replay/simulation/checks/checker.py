@@ -18,6 +18,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
+from unicrond.replay.simulation.checks import authority
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.invariants import Violation
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
@@ -99,6 +100,7 @@ class InvariantChecker:
         if not isinstance(entry, RecordedEvent):
             return
         envelope, event = entry.envelope, entry.envelope.event
+        self.record_breach("words_stay_at_home", authority.words_stay_at_home(before, entry, after))
         if is_forged(envelope):
             return  # a stranger's events are subject to one rule alone: that the state is sound
         if envelope.event_id in self._ids:
@@ -125,25 +127,27 @@ class InvariantChecker:
             self.record_breach("types_stay_apart", rules.types_stay_apart(basis, event))
         for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
             self.record_breach(rule, story)
-        if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
-            basis = self.states[envelope.based_on]
-            story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.policy.strikes_max)
-            self.record_breach("innocents_stay", story)
-        if isinstance(event, v.StartWorker | v.StartWorkers) and envelope.term == before.term:
-            basis = self.states[envelope.based_on]
-            self.record_breach("cordoned_nodes_stay_empty", rules.cordoned_nodes_stay_empty(basis, event))
-        if isinstance(event, v.CheckNode) and envelope.term == before.term:
-            basis = self.states[envelope.based_on]
-            self.record_breach("nodes_are_checked_empty", rules.nodes_are_checked_empty(basis, event))
-        if isinstance(event, v.StopWorker) and envelope.term == before.term:
-            basis = self.states[envelope.based_on]
-            self.record_breach("handovers_are_awaited", rules.handovers_are_awaited(basis, event))
+        if envelope.term == before.term:
+            self._ruling(self.states[envelope.based_on], event)
         if isinstance(event, v.StepCommitted) and event.task in after.tasks:
             spec = after.tasks[event.task].spec
             iterations = range(event.first, event.last + 1)
             expected = sum(self.reference.digest(spec, iteration) for iteration in iterations) % DIGEST_MODULUS
             samples = len(iterations) * spec.global_batch
             self.record_breach("reports_are_exact", rules.reports_are_exact(event, samples, expected))
+
+    def _ruling(self, basis: ClusterState, event: v.AnyEvent) -> None:
+        """Check a decision of the coordinator in office. `basis`: the state that it was decided in."""
+        match event:
+            case v.NodeIsolated():
+                story = rules.innocents_stay(basis, event, self.touched, self.bad_ends, self.policy.strikes_max)
+                self.record_breach("innocents_stay", story)
+            case v.StartWorker() | v.StartWorkers():
+                self.record_breach("cordoned_nodes_stay_empty", rules.cordoned_nodes_stay_empty(basis, event))
+            case v.CheckNode():
+                self.record_breach("nodes_are_checked_empty", rules.nodes_are_checked_empty(basis, event))
+            case v.StopWorker():
+                self.record_breach("handovers_are_awaited", rules.handovers_are_awaited(basis, event))
 
     def _readmission(self, before: ClusterState, event: v.AnyEvent, *, is_ruling: bool) -> None:
         match event:

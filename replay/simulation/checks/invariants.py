@@ -46,6 +46,8 @@ RULES: dict[str, str] = {
     "decisions_take_effect": "Every decision of the ruling coordinator fits the state that it meets; none repeats.",
     "repeats_change_nothing": "An event that is in the log twice changes the state once.",
     "state_is_sound": "The coordinator's own invariants hold after every entry, and no fold raises.",
+    "words_stay_at_home": "What a node says changes no task that it has nothing to do with, and no other node; of an"
+    " honest one nothing is refused.",
     "books_close": "What was delivered and each loss are between 0 and the whole, and add up to it.",
     "symptoms_are_no_incidents": "A broken connection opens no second incident of the same generation.",
     "plan_within_healthy_nodes": "A plan uses healthy nodes only, and no more than their slots.",
@@ -519,6 +521,7 @@ def memory_is_given_back(state: ClusterState, keeping: Sequence[tuple[str, str]]
 def no_process_is_left(state: ClusterState, living: Sequence[tuple[str, str, str]]) -> str:
     """Compare the processes with the state. `living`: (node, task, worker) of every process."""
     listed = {(w.node, task.name, w.worker) for task in state.tasks.values() for w in task.workers.values()}
+    listed |= {(node.name, stray.task, stray.worker) for node in state.nodes.values() for stray in node.strays.values()}
     strays = [process for process in living if process not in listed]
     missing = [worker for worker in listed if worker not in living]
     parts = [f"{w} lives on {n} unknown" for n, _, w in strays] + [f"{w} on {n} does not live" for n, _, w in missing]

@@ -145,10 +145,10 @@ class LogServer:
         if number > consumer.request_number:
             consumer.tasks, consumer.request_number = tasks, number
 
-    def forge(self, envelope: Envelope) -> None:
-        """Write an envelope without any client."""
+    def forge(self, *envelopes: Envelope) -> None:
+        """Write envelopes without any client, all or none."""
         if self.up:
-            self._write([envelope])
+            self._write(list(envelopes))
 
     def garble(self) -> None:
         """Write a message that is not an event."""

@@ -9,23 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from unicrond.agents.core.state import AcceleratorSaw
-from unicrond.events import vocabulary as v
-from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.replay.simulation.cluster.host import Host
 from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
-from unicrond.replay.simulation.effects import people_effects, program_effects
-from unicrond.replay.simulation.faults.boundary_events import KINDS, STRANGER, Edges
+from unicrond.replay.simulation.effects import forgeries, people_effects, program_effects
 from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, is_calm
 
-#: Requests that people may make by mistake are not drawn: they may do what they say (cancel the last task, drain every
-#: node).
-EDGE_KINDS = tuple(
-    kind
-    for kind in KINDS
-    # A stranger that joins is used by plans until it is lost: that is another fault than a superfluous event.
-    if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.MaintenancePlanned, v.InjectionRequested)
-    and kind.__name__ != "StopRequested"
-)
 #: A node that lives beats once in this time.
 _BEAT_US = 1_100_000
 #: Faults of the connections between nodes.
@@ -81,30 +69,6 @@ def _forgetful_log(world: World, fault: SimulatedFault) -> None:
 
 def _garbage(world: World, fault: SimulatedFault) -> None:
     world.server.garble()
-
-
-def _edge_events(world: World, fault: SimulatedFault) -> None:
-    """Send events of a stranger and of people that are valid by their types alone (boundary_events.py), about every
-    node and task.
-    """
-    state = world.checker.state
-    workers = [name for task in state.tasks.values() for name in task.workers]
-    # The only node is one that does not exist: the coordinator believes what a real node says about itself.
-    edges = Edges(world.rng(f"edges {fault.at_s}"), [STRANGER], [*state.tasks, "t9"], workers)
-    for number in range(1, int(fault.how) + 1):
-        kind = edges.rng.choice(EDGE_KINDS)
-        boot = edges.rng.choice((1, 2**52 - 1))
-        envelope = edges.envelope(kind, boot=boot, number=edges.rng.choice((number, 2**53 - 1)))
-        if envelope is not None and (envelope.producer == STRANGER or (envelope.producer == API_PRODUCER and boot > 1)):
-            world.server.forge(envelope)
-
-
-def _forged_claim(world: World, fault: SimulatedFault) -> None:
-    """Forge the claim of a term: one far away, or the next under a boot that does not exist."""
-    next_term = world.checker.state.term + 1
-    edges = Edges(world.rng(f"claim {fault.at_s}"), [], [])
-    term, boot = (10**9 - 1, 10**9 - 1) if fault.how == "far" else (next_term, 2**52 - 1)
-    world.server.forge(edges.claim(term, boot))
 
 
 # --- nodes ---------------------------------------------------------------------------------------
@@ -367,7 +331,7 @@ def _bad_weather(world: World, fault: SimulatedFault) -> None:
         until(world, fault, link.heal)
 
 
-#: The effect of each kind of fault; the keys are those of FAULT_KINDS, MODE_KINDS, PROGRAM_KINDS, OUTAGE_KINDS.
+#: The effect of each kind of fault of faults.py.
 EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "crash_coordinator": _crash_coordinator,
     "second_coordinator": _second_coordinator,
@@ -376,8 +340,9 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "slow_disk": _slow_disk,
     "forgetful_log": _forgetful_log,
     "garbage": _garbage,
-    "edge_events": _edge_events,
-    "forged_claim": _forged_claim,
+    "edge_events": forgeries.edge_events,
+    "forged_claim": forgeries.forged_claim,
+    "lying_node": forgeries.lying_node,
     "crash_agent": _crash_agent,
     "restart_agent": people_effects.restart_agent,
     "end_agent": people_effects.end_agent,

@@ -112,6 +112,10 @@ OUTAGES, OUTAGES_ALONE = 0.15, 0.5
 MODE_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {"observe": (1, 20.0, ("", "task"), 0)}
 #: The share of seeds in which they do.
 OBSERVED = 0.2
+#: Likewise: a node that carries nothing lies about everything.
+LIAR_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {"lying_node": (1, 10.0, ("3", "20", "60"), 0)}
+#: The share of seeds in which one does.
+LIARS = 0.2
 #: Of FAULT_KINDS, those in which nothing of the cluster fails.
 CALM_KINDS = ("cordon", "maintain", "end_agent", "cancel")
 #: The share of seeds whose people bring garbage, and of these the share in which nothing else goes wrong.
@@ -125,6 +129,9 @@ def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list
     modes = rng_of("modes")
     if modes.random() < OBSERVED:
         faults = sorted([*faults, *_draw(modes, MODE_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
+    lies = rng_of("lies")
+    if lies.random() < LIARS:
+        faults = sorted([*faults, *_draw(lies, LIAR_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
     if rng.random() >= GARBAGE:
         return _with_outages(rng_of("outages"), faults, nodes)
     calm = {kind: FAULT_KINDS[kind] for kind in CALM_KINDS}

@@ -11,7 +11,7 @@ from unicrond.core.deciding import memberships
 from unicrond.core.nodes import brakes
 from unicrond.core.nodes.deafness import Deafness
 from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
-from unicrond.core.rules import pinning, plan_problems
+from unicrond.core.rules import admission, pinning, plan_problems
 from unicrond.core.tasks import starvation
 from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.mutants.mutation import Mutant, patch, patch_fold
@@ -94,6 +94,10 @@ def _act_while_observing() -> None:
     patch(pinning, "observes", lambda _: lambda *_: False)
 
 
+def _believe_anybody() -> None:
+    patch(admission, "AUTHORITY", lambda table: dict.fromkeys(table, lambda *_: ""))
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -104,5 +108,6 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "release_brakes": Mutant("every decision passes the brakes", _release_brakes),
     "act_while_observing": Mutant("mode observe has no effect", _act_while_observing),
     "never_grow": Mutant("a task that has workers never gets more", _never_grow),
+    "believe_anybody": Mutant("a node's word counts for tasks that it does not carry", _believe_anybody),
     "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }

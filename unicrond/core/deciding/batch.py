@@ -36,7 +36,7 @@ class DecisionBatch:
     def slots_in_use(self, node: str) -> int:
         """Count the slots in use on the node: every process that is not known to have ended, and the workers that this
         batch starts."""
-        return len(self.state.by_node.on(node)) + self.started[node]
+        return len(self.state.by_node.on(node)) + len(self.state.nodes[node].strays) + self.started[node]
 
     def add(self, event: v.AnyEvent, readers: Iterable[int] = ()) -> None:
         """Add a decision in the schema of its readers; fields and types that they do not know are left out. `readers`:
@@ -138,13 +138,24 @@ class DecisionBatch:
         if worker.worker in self._ordered_stops:
             return  # one reason is enough
         self._ordered_stops.add(worker.worker)
+        self._add_stop(worker.node, task.name, worker.worker, reason, kill=kill)
+
+    def end_strays(self) -> None:
+        """Order the end of the processes that belong to no task, on nodes that are up."""
+        for name in self.survey.nodes.with_strays:
+            node = self.state.nodes[name]
+            for stray in node.strays.values() if node.status is NodeStatus.UP else ():
+                if not stray.command_id:
+                    self._add_stop(name, stray.task, stray.worker, "no command of this log has started it", kill=True)
+
+    def _add_stop(self, node: str, task: str, worker: str, reason: str, *, kill: bool) -> None:
         self.add(
             v.StopWorker(
-                command_id=self.command_id(worker.node),
-                node=worker.node,
+                command_id=self.command_id(node),
+                node=node,
                 epoch=self.state.plan.epoch,
-                task=task.name,
-                worker=worker.worker,
+                task=task,
+                worker=worker,
                 reason=reason,
                 kill=kill,
             )

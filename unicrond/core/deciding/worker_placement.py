@@ -73,7 +73,7 @@ def _start_together(batch: DecisionBatch, task: Task, node: str, starts: list[v.
 
 
 def end_unwanted(batch: DecisionBatch, task: Task) -> None:
-    """Stop strays, workers that were given up, parked workers, the rest of broken replicas, and all workers of an ended
+    """Stop workers that were given up, parked workers, the rest of broken replicas, and all workers of an ended
     task."""
     broken = batch.survey.staffing(task).broken
     overdue = [name for name in batch.survey.nodes.dated if batch.state.nodes[name].cordon.overdue]

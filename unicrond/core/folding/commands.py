@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from unicrond.core.faults.program_faults import judge_refusal
 from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import strays
 from unicrond.core.nodes import isolation
 from unicrond.core.state.changes import find_worker, with_moved, with_node, with_task, with_worker, without_workers
 from unicrond.core.state.state import UNREAD_MAX, ClusterState, NodeStatus, Task, Worker, WorkerStatus
@@ -27,12 +28,13 @@ def count_command(state: ClusterState, node: str) -> ClusterState:
 def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
     """Add a starting worker. A worker id that the task knows is not added again, nor is a worker whose command is void:
     its agent has ended, and another has joined since."""
-    return _add_starting_worker(count_command(state, event.node), event)
+    state = strays.without_started(count_command(state, event.node), event)
+    return _add_starting_worker(state, event)
 
 
 def start_workers(state: ClusterState, event: v.StartWorkers, _: Envelope) -> ClusterState:
     """Add the starting workers of one command."""
-    state = count_command(state, event.node)
+    state = strays.without_started(count_command(state, event.node), event)
     for start in starts(event):
         state = _add_starting_worker(state, start)
     return state
@@ -68,7 +70,7 @@ def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> Cluste
     state = count_command(state, event.node)
     pair = find_worker(state, event.task, event.worker)
     if pair is None:
-        return state
+        return strays.stop_ordered(state, event)
     task, worker = pair
     return with_task(state, with_moved(task, worker, v.StopWorker, command_id=event.command_id))
 
@@ -78,7 +80,8 @@ def with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...
     task = state.tasks.get(name)
     if task is None or task.copies.peers == peers:
         return state
-    return with_task(state, replace(task, copies=replace(task.copies, peers=peers)))
+    former_peers = task.copies.peers or task.copies.former_peers
+    return with_task(state, replace(task, copies=replace(task.copies, peers=peers, former_peers=former_peers)))
 
 
 def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:
@@ -86,7 +89,7 @@ def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -
     for task, worker in _commanded(state, event):
         if can_move(worker, v.CommandApplied):
             return with_task(state, without_workers(task, [worker.worker]))
-    return state
+    return strays.stop_answered(state, event)
 
 
 def _commanded(state: ClusterState, event: v.CommandApplied | v.CommandFailed) -> Iterator[tuple[Task, Worker]]:
@@ -104,6 +107,7 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
     # The next agent, which is about to join, finds what has not begun void; the head does so when it has joined.
     is_void = node is not None and envelope.boot > node.agent.boot
     state = isolation.check_refused(state, event) if not is_void else state
+    state = strays.stop_answered(state, event)
     if event.readable_schema:
         state, is_new = _learn_schema(state, event)
         if is_new:

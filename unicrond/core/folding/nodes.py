@@ -9,11 +9,12 @@ from unicrond.core.faults import local_faults
 from unicrond.core.folding import commands, holds, incidents, injections, links, outages, silence
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
+from unicrond.core.folding.strays import strays_among
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes import isolation
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.requests import agent_mismatch
-from unicrond.core.state.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
+from unicrond.core.state.changes import with_incident, with_node, with_task, without_workers
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture
 from unicrond.core.state.ordered_map import without
@@ -125,11 +126,7 @@ def _reconcile_workers(
         )
     for name, workers in missing.items():
         state = with_task(state, without_workers(state.tasks[name], workers))
-    for running in event.workers:
-        owner = state.tasks.get(running.task)
-        if owner and running.worker not in owner.workers:
-            state = with_task(state, with_worker(owner, stray(running.worker, event.node, running.pid)))
-    return state
+    return with_node(state, replace(state.nodes[event.node], strays=strays_among(state, event)))
 
 
 def node_leaving(state: ClusterState, event: v.NodeLeaving, _: Envelope) -> ClusterState:
@@ -148,7 +145,8 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
     state = injections.forget_injections(state, event.node)
     departure = replace(node.departure, left_us=state.now_us)
     state = outages.forget(state, [event.node])
-    state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason, departure=departure))
+    node = replace(node, status=NodeStatus.LEFT, reason=event.reason, departure=departure, strays={})
+    state = with_node(state, node)
     state = isolation.check_lost(state, event.node, "the node left")
     state = kept_states.forget_kept(state, event.node)
     before = state.by_node

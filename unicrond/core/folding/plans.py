@@ -12,6 +12,7 @@ from unicrond.core.nodes import gpu_types
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.state import ClusterState, Membership, Plan, Task, TaskStatus
+from unicrond.core.state.task_parts import LEADS_MAX, Lead
 from unicrond.core.tasks import starvation as turns
 from unicrond.core.tasks.reshaping import reshape_of_plan
 from unicrond.core.worth import evidence
@@ -123,6 +124,8 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         formed_after=task.progress.iteration,
         reattempts=task.group.reattempts + 1 if again else 0,
         suspicions={},
+        accusations={},
+        leads=_leads(task, membership),
         lead_confirmed=False,
         last_membership=task.membership if task.group.lead_confirmed else task.group.last_membership,
         # Answers of probes say as much of the next group; of a node that is in none of it no answer is awaited.
@@ -138,6 +141,16 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     pace = replace(evidence.put_in_force(task.pace, state.now_us), timings=(), warm_up_reports=0)
     state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
     return commands.with_peers(state, event.task, event.peers)
+
+
+def _leads(task: Task, membership: Membership) -> tuple[Lead, ...]:
+    """Return the leads of the generations that may still report, with the new one's."""
+    since = task.progress.committed_generation
+    leads = [lead for lead in task.group.leads if lead.generation >= since]
+    if membership.members:
+        first = membership.members[0]
+        leads.append(Lead(generation=membership.generation, worker=first.worker, node=first.node))
+    return tuple(leads[-LEADS_MAX:])
 
 
 def peers_decided(state: ClusterState, event: v.PeersDecided, _: Envelope) -> ClusterState:

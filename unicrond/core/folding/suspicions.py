@@ -12,9 +12,10 @@ from unicrond.core.folding import holds, incidents
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.state.changes import find_worker, with_task
 from unicrond.core.state.ordered_map import put
-from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Task, TaskStatus, Worker
 from unicrond.core.state.task_parts import Straggler
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.training import WITNESSES_MAX
 from unicrond.events.wire.envelope import Envelope
 
 
@@ -59,15 +60,32 @@ def _with_suspicions(task: Task, suspicions: Mapping[str, v.HangSuspected]) -> T
 
 
 def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
-    """Evict a worker whose parameters differ from the majority's: that is more than a suspicion."""
+    """Evict a worker whose parameters differ from the majority's, once most of the others have said so: that is more
+    than a suspicion."""
     pair = find_worker(state, event.task, event.suspect)
     if event.sign != "checksum" or pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = pair
     if event.generation != task.generation or not task.is_member(worker.worker):
         return state
+    accusers = task.group.accusations.get(worker.worker, {}) | {event.worker: event.iteration}
+    task = replace(task, group=replace(task.group, accusations=task.group.accusations | {worker.worker: accusers}))
+    state = with_task(state, task)
+    if not _is_convicted(task, worker, event.iteration):
+        return state
     failure = f"has other parameters than the other replicas before iteration {event.iteration}"
     return holds.suspect(state, task.name, worker, "corruption", failure, envelope.observed_at_us)
+
+
+def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:
+    """Return whether enough members of other replicas accuse the suspect before the same iteration: most of those that
+    are asked (WITNESSES_MAX), and two at least. Of two replicas neither's word is enough."""
+    members = task.membership.members if task.membership else ()
+    peers = {member.worker for member in members if member.replica != suspect.replica}
+    replicas = sum(member.shard == suspect.shard for member in members) - 1
+    accusers = task.group.accusations[suspect.worker]
+    votes = sum(accuser in peers and accusers[accuser] == iteration for accuser in accusers)
+    return votes >= max(2, min(replicas, WITNESSES_MAX) // 2 + 1)
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:
@@ -76,6 +94,8 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
     if pair is None or pair[0].status is not TaskStatus.ACTIVE or not pair[0].is_member(event.straggler):
         return state
     task, worker = pair
+    if event.worker not in task.workers:
+        return state
     before = task.group.stragglers.get(event.straggler)
     straggler = Straggler(
         worker=worker.worker,
@@ -92,7 +112,7 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
 def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Envelope) -> ClusterState:
     """Record that the member is as fast as the others again."""
     task = state.tasks.get(event.task)
-    if task is None or event.straggler not in task.group.stragglers:
+    if task is None or event.straggler not in task.group.stragglers or event.worker not in task.workers:
         return state
     rest = {name: straggler for name, straggler in task.group.stragglers.items() if name != event.straggler}
     return with_task(state, _with_stragglers(task, rest))

@@ -113,9 +113,9 @@ def _troubles(task: Task, event: v.StepCommitted, now_us: int, *, newest: bool, 
 
 
 def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope) -> ClusterState:
-    """Record the newest iteration that storage holds."""
+    """Record the newest iteration that storage holds, by the word of a worker of the task."""
     task = state.tasks.get(event.task)
-    if task is None:
+    if task is None or event.worker not in task.workers:
         return state
     progress = replace(
         task.progress, checkpoint_iteration=event.iteration, save_failures=_without_saver(task.progress, "unicron")

@@ -7,12 +7,11 @@ from msgspec.structs import replace
 from unicrond.core.faults.program_faults import Guilt, judge_end, judge_report
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import failure_counts as strikes
-from unicrond.core.folding import incidents
+from unicrond.core.folding import incidents, strays
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.folding.responses import moving_average
 from unicrond.core.state.changes import (
     find_worker,
-    stray,
     with_incident,
     with_moved,
     with_task,
@@ -36,13 +35,13 @@ from unicrond.events.wire.envelope import Envelope
 
 
 def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> ClusterState:
-    """Record the process id. A worker of a known task that no command started is a stray."""
+    """Record the process id. A worker of a known task that no command started is a stray of its node."""
     task = state.tasks.get(event.task)
     if task is None:
         return state
     worker = task.workers.get(event.worker)
     if worker is None:
-        return with_task(state, with_worker(task, stray(event.worker, event.node, event.pid)))
+        return strays.with_stray(state, event)
     return with_task(state, with_worker(task, replace(worker, pid=event.pid)))
 
 
@@ -200,7 +199,7 @@ def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope
     """Record the worker's end; an end that was not expected is a strike."""
     pair = find_worker(state, event.task, event.worker)
     if pair is None:
-        return state
+        return strays.without_strays(state, event.node, event.worker)
     task, worker = pair
     broken = incidents.broken_generation(task, [event.worker])
     state = with_task(state, without_workers(task, [event.worker]))

@@ -3,7 +3,8 @@
 Rules
 -----
 * An entry is refused that no honest producer writes (a boot or a term from the future, a report about another node's
-  worker, an iteration that the task does not have), a request that breaks the rules of requests (`requests.py`), and
+  worker, an iteration that the task does not have), an observation that exceeds what its node may say
+  (`authority.py`), a request that breaks the rules of requests (`requests.py`), and
   an entry that would break an invariant of the state or make its fold raise.
 * A refused entry is quarantined: counted, kept with its reason (`ClusterState.refusals`), and otherwise the state stays
   as it was. Every reader of the log comes to the same verdict, a replay included.
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unicrond.core.rules.authority import AUTHORITY
 from unicrond.core.rules.requests import request_problem
-from unicrond.core.state.state import REFUSED_MAX, ClusterState, Refusal
+from unicrond.core.state.refusals import REFUSED_MAX, REFUSED_NODES_MAX, Refusal, RefusalTally
+from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
 
@@ -66,10 +69,6 @@ def problem(state: ClusterState, event: v.AnyEvent) -> str:
     worker = task.workers.get(getattr(event, "worker", ""))
     if worker is not None and worker.node != event.node:  # type: ignore[union-attr]  # every observation but requests
         return f"$.event.node: {worker.worker} runs on {worker.node}"
-    if isinstance(event, v.StacksTaken):
-        for stack in event.workers:
-            if (owner := task.workers.get(stack.worker)) is not None and owner.node != event.node:
-                return f"$.event.workers: {stack.worker} runs on {owner.node}"
     if isinstance(event, v.StepCommitted):
         if event.first > event.last:
             return f"$.event.first: {event.first} is after the last, {event.last}"
@@ -78,14 +77,22 @@ def problem(state: ClusterState, event: v.AnyEvent) -> str:
         reached = getattr(event, "iteration", 0)
     if reached > task.spec.iterations + 1:  # one more: a member that has done the last waits for the next
         return f"$.event: iteration {reached} of {task.name}, which has {task.spec.iterations}"
-    return ""
+    return AUTHORITY[type(event)](state, event)  # type: ignore[index]  # every observation but requests
 
 
 def refuse(state: ClusterState, envelope: Envelope, reason: str) -> ClusterState:
     """Return `state` with the entry that it stands at quarantined."""
     refusal = Refusal(seq=state.seq, event_id=envelope.event_id, reason=reason[:1024])
     refused = (*state.refusals, refusal)[-REFUSED_MAX:]
-    return replace(state, quarantined_messages=state.quarantined_messages + 1, refusals=refused)
+    state = replace(state, quarantined_messages=state.quarantined_messages + 1, refusals=refused)
+    event = envelope.event
+    if event.is_decided or event.is_request:
+        return state
+    node = envelope.producer
+    before = state.refused_observations.get(node, RefusalTally())
+    tally = RefusalTally(count=before.count + 1, last_us=state.now_us, reason=refusal.reason)
+    newest = {name: old for name, old in state.refused_observations.items() if name != node} | {node: tally}
+    return replace(state, refused_observations=dict(list(newest.items())[-REFUSED_NODES_MAX:]))
 
 
 def raised(error: Exception) -> str:

@@ -48,6 +48,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "node-repair": "a node's hardware waits for a person",
         "nodes-unheard": "the head hears none of its nodes",
         "notification-failed": "a destination of notifications cannot be reached",
+        "observations-refused": "a node has said what it has no right to say, within the last hour",
         "outbox-backlog": "a node cannot append its observations",
         "task-failed": "a task has failed, within the last hour",
         "task-waiting": "a task has no workers, or fewer than it needs",

@@ -47,9 +47,3 @@ def find_worker(state: ClusterState, task: str, worker: str) -> tuple[Task, Work
     known_task = state.tasks.get(task)
     known_worker = known_task.workers.get(worker) if known_task else None
     return (known_task, known_worker) if known_task and known_worker else None
-
-
-def stray(worker: str, node: str, pid: int) -> Worker:
-    """Return an unwanted process as a worker; LOST workers on a node that is up are stopped by `decide`."""
-    status = status_after(None, v.WorkerStarted)
-    return Worker(worker=worker, node=node, replica=-1, shard=0, status=status, pid=pid)

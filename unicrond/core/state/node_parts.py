@@ -7,6 +7,7 @@
 | `Isolation` | that it is out of service (SEV1), and its way back | nodes/isolation.py |
 | `NodeHealth` | what speaks against the machine | folding/nodes.py, accelerators.py |
 | `NodeDeparture` | that it leaves, or is removed | folding/nodes.py |
+| `Stray` | a process there that belongs to no task | folding/strays.py |
 | `NodeLogin` | of an enrolled node, with which key it logs in; in the state, beside the nodes | folding/nodes.py |
 
 In bytes and in JSON a node is flat (state_bytes.py); `name=` is a field's key there, where it has another.
@@ -109,6 +110,18 @@ class NodeDeparture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     left_us: int = 0
     removal: str = msgspec.field(default="", name="forgetting")
     leave_ordered: bool = False
+
+
+class Stray(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A process on the node that no command of the log has started, or that its task has forgotten: it is to end.
+
+    `command_id`: of the order to end; "": none was given yet.
+    """
+
+    task: str
+    worker: str
+    pid: int
+    command_id: str = ""
 
 
 class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -23,9 +23,10 @@ from unicrond.core.state.hang_tally import Lateness
 from unicrond.core.state.holds import Brakes, Outage, StandingHold
 from unicrond.core.state.holds import Silence as Silence
 from unicrond.core.state.node_links import NodeLink
-from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth, Stray
 from unicrond.core.state.node_parts import NodeLogin as NodeLogin
 from unicrond.core.state.ordered_map import in_order
+from unicrond.core.state.refusals import Refusal, RefusalTally
 from unicrond.core.state.task_parts import (
     Copies,
     Ending,
@@ -78,7 +79,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: all run
     as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py). `probe_port`: where
-    its agent answers probes of links; 0: nowhere. `domain`: what fails as one with it (nodes/outages.py).
+    its agent answers probes of links; 0: nowhere. `domain`: what fails as one with it (nodes/outages.py). `strays`: by
+    worker id.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     isolation: Isolation = Isolation()
     health: NodeHealth = NodeHealth()
     departure: NodeDeparture = NodeDeparture()
+    strays: dict[str, Stray] = {}
 
     @property
     def schedulable(self) -> bool:
@@ -341,14 +344,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {name: assignment.workers for name, assignment in self.assignments.items()}
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A valid event that was not folded, and why (admission.py)."""
-
-    seq: int
-    event_id: str
-    reason: str
-
-
 class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A fault that somebody ordered, and that no command carries yet."""
 
@@ -381,6 +376,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `hold_key`; `isolations_us`: of the last hour (nodes/brakes.py). `silence`: the one that stands (deafness.py).
     `mode`: what was said last of it, by a person or by the configuration, whose word is `configured_mode`. `outages`:
     nodes that were lost together, by incident (nodes/outages.py).
+    `refused_observations`: by producer, the REFUSED_NODES_MAX that were refused last (admission.py).
     """
 
     seq: int = always(0)
@@ -418,6 +414,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     outages: dict[str, Outage] = {}
     mode: Mode = "heal"
     configured_mode: Mode = "heal"
+    refused_observations: dict[str, RefusalTally] = {}
     by_node_cache: ByNode | None = None
 
     @property
@@ -437,7 +434,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 #: Fields that follow from the others.
 DERIVED = ("tally_cache", "lateness_cache", "by_node_cache")
-#: How many closed incidents and refused events the state remembers, and how many returns of a node; the log has all.
-CLOSED_INCIDENTS_MAX, REFUSED_MAX, RETURNS_MAX = 200, 16, 16
+#: How many closed incidents the state remembers, and how many returns of a node; the log has all.
+CLOSED_INCIDENTS_MAX, RETURNS_MAX = 200, 16
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
 UNREAD_MAX = 3

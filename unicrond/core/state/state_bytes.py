@@ -99,6 +99,9 @@ TASK_FIELDS: tuple[str, ...] = (
     "troubles.evictions_us",
     "mode",
     "pace.unplain_reports",
+    "group.leads",
+    "group.accusations",
+    "copies.former_peers",
 )
 
 #: Where each field of a flat node stands in a Node.
@@ -141,6 +144,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "gpu",
     "probe_port",
     "domain",
+    "strays",
 )
 
 

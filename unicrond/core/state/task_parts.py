@@ -33,6 +33,8 @@ WARM_UP = 2
 #: Reports without a plain iteration, one after the other, after which they count: a task that always saves is as fast
 #: as it is so.
 UNPLAIN_MAX = 120
+#: How many generations' leads the state remembers.
+LEADS_MAX = 16
 #: Iterations of one generation after which a broken connection before it is forgotten.
 CALM_ITERATIONS = 10
 
@@ -137,6 +139,14 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     starting_since_us: int = 0
 
 
+class Lead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The first member of a generation's membership: the one that reports for all."""
+
+    generation: int
+    worker: str
+    node: str
+
+
 class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`formed_after`: the iteration at which the newest membership was decided.
 
@@ -149,6 +159,8 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     as they have come (events/vocabulary/placements.py). `lead_confirmed`: the newest group's lead has said for all that
     they are in it (MembershipDecided.leader_confirms). `last_membership`: the last membership of which a lead had said
     so, until the newest group has met. `probing`: probes of the links between its members (faults/links.py).
+    `leads`: of the generations whose reports may still come, the newest LEADS_MAX (rules/authority.py). `accusations`:
+    per member whose parameters differ, who has said so, and before which iteration (folding/suspicions.py).
     """
 
     formed_after: int = always(0)
@@ -162,6 +174,8 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     lead_confirmed: bool = False
     last_membership: Membership | None = None
     probing: LinkProbing = LinkProbing()
+    leads: tuple[Lead, ...] = ()
+    accusations: dict[str, dict[str, int]] = {}
 
 
 class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -242,13 +256,15 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`peers`: the nodes that take copies, as the members got them last.
+    """`peers`: the nodes that take copies, as the members got them last; `former_peers`: those before them, whose last
+    copies may still come.
 
     `holdings`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     """
 
     peers: tuple[MemoryService, ...] = always(())
     holdings: Mapping[str, KeptState] = always({})
+    former_peers: tuple[MemoryService, ...] = ()
 
 
 class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -48,9 +48,7 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.NodeLeft: _REMOVAL,
     v.NodeForgotten: _REMOVAL,  # a start may have been decided before the node was seen to leave
     v.TaskSubmitted: {_S.LOST: None},  # the next life of a task that is at rest
-    # A process without a command behind it; `decide` stops lost ones as soon as their node is up.
-    v.WorkerStarted: {None: _S.LOST},
-    v.NodeJoined: {None: _S.LOST, **_REMOVAL},
+    v.NodeJoined: _REMOVAL,
 }
 
 

@@ -1,0 +1,182 @@
+"""What a node says changes itself, its workers, and of tasks only what its workers' places in them allow."""
+
+from __future__ import annotations
+
+import functools
+import random
+import typing
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.unicrond.cluster import MiniCluster
+from unicrond.core.fold import fold
+from unicrond.core.rules.authority import AUTHORITY
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
+from unicrond.page.attention import state_alarms
+from unicrond.replay.simulation.faults.boundary_events import KINDS, Edges
+
+OBSERVATIONS = [kind for kind in KINDS if not issubclass(kind, v.Request)]
+#: It carries no worker: all tasks are others' tasks to it.
+IDLE = "n3"
+
+
+@functools.cache
+def trained() -> MiniCluster:
+    """Train two tasks on three of four nodes, each with some history: a group before the present one."""
+    cluster = MiniCluster(7)
+    for number in range(3):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("a", min_workers=1, max_workers=3, iterations=1000)
+    cluster.submit("b", min_workers=2, max_workers=2, tp=2, iterations=1000)
+    cluster.run()
+    for task in ("a", "b"):
+        cluster.train(task, 3)
+    members = cluster.state.tasks["a"].membership
+    assert members is not None
+    victim = members.members[-1]
+    cluster.kill_worker(cluster.hosts[victim.node], victim.worker)
+    cluster.run()
+    cluster.train("a", 2)
+    cluster.add_host(IDLE, 2)
+    cluster.cordon(IDLE)
+    cluster.run()
+    assert not cluster.state.by_node.on(IDLE)
+    return cluster
+
+
+def say(state: ClusterState, event: v.Observation, producer: str) -> ClusterState:
+    boot, number = state.last_numbers.get(producer, (1, 0))
+    envelope = Envelope(producer=producer, boot=boot, number=number + 1, observed_at_us=1, event=event)  # type: ignore[arg-type]
+    return fold(state, RecordedEvent(state.seq + 1, state.now_us + 1, envelope))
+
+
+def foreign(state: ClusterState, node: str) -> list[Task]:
+    """Return the tasks that the node has nothing to do with."""
+    return [
+        task
+        for task in state.tasks.values()
+        if not state.by_node.of_task(node, task.name)
+        and not any(lead.node == node for lead in task.group.leads)
+        and not any(copy.node == node for copy in task.copies.holdings.values())
+        and not any(peer.node == node for peer in (*task.copies.peers, *task.copies.former_peers))
+    ]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.randoms(use_true_random=False),
+    st.sampled_from(["n0", "n1", "n2", IDLE, IDLE]),
+    st.lists(st.sampled_from(OBSERVATIONS), min_size=4, max_size=24),
+)
+@example(random.Random(0), IDLE, OBSERVATIONS * 3)
+def test_node_changes_no_task_that_it_does_not_carry(
+    drawn: random.Random, node: str, kinds: list[type[v.Observation]]
+) -> None:
+    cluster = trained()
+    before = state = cluster.state
+    others = foreign(state, node)
+    workers = [name for task in state.tasks.values() for name in task.workers]
+    edges = Edges(drawn, [node], list(state.tasks), workers)
+    for kind in kinds:
+        envelope = edges.envelope(kind)
+        if envelope is not None and envelope.producer == node:
+            state = say(state, envelope.event, node)  # type: ignore[arg-type]
+    for task in others:
+        assert state.tasks[task.name] == task, kinds
+    assert {name: rest for name, rest in state.nodes.items() if name != node} == {
+        name: rest for name, rest in before.nodes.items() if name != node
+    }
+    named = {task for incident in state.incidents.values() for task in incident.generations}
+    assert not named & {task.name for task in others}
+
+
+def test_every_observation_has_a_rule() -> None:
+    assert set(AUTHORITY) == {*OBSERVATIONS, v.Heartbeat}
+    assert all(typing.get_type_hints(rule)["return"] is str for rule in AUTHORITY.values())
+
+
+def about(state: ClusterState, worker: str) -> dict[str, str]:
+    return {"node": IDLE, "task": "a", "worker": worker}
+
+
+LIES = {
+    "completes": lambda state: v.TaskCompleted(
+        **about(state, "a.999"), iteration=1000, loss=1.0, params_digest="a" * 64
+    ),
+    "steps": lambda state: v.StepCommitted(
+        **about(state, "a.999"), generation=state.tasks["a"].generation, first=6, last=900, samples=1, samples_digest=1,
+        loss=1.0, duration_us=1, micro_batches_by_rank=(1,),
+    ),
+    "accuses": lambda state: v.CorruptionSuspected(
+        **about(state, "a.999"), generation=state.tasks["a"].generation, iteration=6, sign="checksum",
+        suspect=state.tasks["a"].membership.members[0].worker, value=1.0, usual=1.0,
+    ),
+    "holds": lambda _: v.SnapshotStored(
+        node=IDLE, task="a", shard=0, iteration=900, generation=1, origin=IDLE, size_bytes=1, duration_us=1
+    ),
+    "forgets peers": lambda _: v.PeersRemembered(node=IDLE, task="a", peers=("n0", "n9")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lie_is_refused_counted_and_an_alarm(lie: str) -> None:
+    before = trained().state
+    state = say(say(before, v.WorkerStarted(**about(before, "a.999"), pid=7), IDLE), LIES[lie](before), IDLE)
+    assert state.tasks == before.tasks and state.tasks["a"].status is TaskStatus.ACTIVE
+    assert state.refused_observations[IDLE].count == 1
+    (alarm,) = [alarm for alarm in state_alarms(state) if alarm.name == "observations-refused"]
+    assert alarm.subject == IDLE and state.refusals[-1].reason in alarm
+    assert not [alarm for alarm in state_alarms(before) if alarm.name == "observations-refused"]
+
+
+def test_stray_stands_beside_the_task_and_is_stopped() -> None:
+    cluster = MiniCluster(3)
+    for number in range(2):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("a", min_workers=1, max_workers=2, iterations=1000)
+    cluster.run()
+    tasks = cluster.state.tasks
+    node = cluster.hosts["n0"]
+    cluster.say(node, v.WorkerStarted(node="n0", task="a", worker="a.999", pid=7))
+    cluster.say(node, v.WorkerStarted(node="n0", task="a", worker="a.998", pid=8))
+    cluster.say(node, v.WorkerStarted(node="n0", task="a", worker="a.997", pid=9))
+    assert cluster.state.tasks == tasks and sorted(cluster.state.nodes["n0"].strays) == ["a.998", "a.999"], "by slots"
+    cluster.run()
+    orders = [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, v.StopWorker)]
+    assert {order.worker for order in orders} == {"a.998", "a.999"} and all(order.kill for order in orders)
+    assert cluster.state.tasks == tasks and len(cluster.state.nodes["n0"].strays) == 2, "until they have ended"
+    cluster.say(node, v.CommandFailed(node="n0", command_id=orders[0].command_id, reason="the agent was busy"))
+    cluster.run()
+    again = [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, v.StopWorker)][-1]
+    assert again.worker == orders[0].worker and again.command_id != orders[0].command_id
+    for order in (again, orders[1]):
+        cluster.say(node, v.CommandApplied(node="n0", command_id=order.command_id))
+    assert not cluster.state.nodes["n0"].strays and cluster.state.tasks == tasks
+
+
+def test_late_report_of_a_lead_counts_once_its_worker_is_gone() -> None:
+    cluster = MiniCluster(3)
+    for number in range(3):
+        cluster.add_host(f"n{number}", 1)
+    cluster.submit("a", min_workers=1, max_workers=3, iterations=1000)
+    cluster.run()
+    cluster.train("a", 3)
+    task = cluster.state.tasks["a"]
+    lead = task.group.leads[-1]
+    cluster.kill_worker(cluster.hosts[lead.node], lead.worker)
+    step = v.StepCommitted(
+        node=lead.node, task="a", worker=lead.worker, generation=task.generation, first=task.progress.iteration + 1,
+        last=task.progress.iteration + 1, samples=1, samples_digest=1, loss=1.0, duration_us=1,
+        micro_batches_by_rank=(1,),
+    )  # fmt: skip
+    assert lead.worker not in cluster.state.tasks["a"].workers
+    state = say(cluster.state, step, lead.node)
+    assert state.tasks["a"].progress.iteration == task.progress.iteration + 1 and not state.refused_observations
+    other = next(member for member in task.membership.members if member.worker != lead.worker)  # type: ignore[union-attr]
+    state = say(cluster.state, replace(step, node=other.node, worker=other.worker), other.node)
+    assert state.tasks["a"].progress == task.progress and state.refused_observations[other.node].count == 1

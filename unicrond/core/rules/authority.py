@@ -1,0 +1,153 @@
+"""Authority: what a node's word may change, by its place in each task. Pure; the one door (admission.py) asks.
+
+Rules
+-----
+* A node speaks for itself, and for its own workers. NATS and the fold see to it that an observation comes from the node
+  that it names.
+* Of a task it may say only what its workers' places in it allow:
+
+| place | what it says |
+|---|---|
+| any worker | that it started, waits, is busy, hangs, fails, has ended; that its program asks for the end |
+| member of the newest generation | that it has joined the group; that another member's parameters differ |
+| member of any generation | that a checkpoint is saved |
+| first replica, of the newest generation | who is slow, and whether the links are to be probed |
+| lead, the first of all members | steps and completion, of its generation and of those before it |
+| holder of the state: carries a worker, takes copies, or has kept some | what its memory holds |
+
+* A worker that the state does not know has no place. What it says changes nothing (`folding/`), and is refused where
+  only a liar says it: honest agents fall silent about a worker before the state forgets it.
+* A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
+* One member's accusation convicts nobody (`folding/suspicions.py`): most of the others have to say so, at least two.
+* AUTHORITY has a rule for every type of observation but requests; a test holds it to that. What a rule refuses is
+  counted by node (`ClusterState.refused_observations`) and is an alarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.events import vocabulary as v
+
+#: Returns why the observation exceeds what its node may say; "" where it does not.
+AuthorityRule: TypeAlias = Callable[[ClusterState, Any], str]
+
+
+def _own_word(_state: ClusterState, _event: v.Observation) -> str:
+    return ""
+
+
+def _lead_of_steps(state: ClusterState, event: v.StepCommitted) -> str:
+    task = state.tasks.get(event.task)
+    if task is None or not task.progress.committed_generation <= event.generation <= task.generation:
+        return ""  # outdated, and without effect
+    return _unless_lead(task, event, event.generation)
+
+
+def _lead_of_end(state: ClusterState, event: v.TaskCompleted) -> str:
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return ""
+    return _unless_lead(task, event, task.progress.committed_generation)
+
+
+def _unless_lead(task: Task, event: v.WorkerObservation, since_generation: int) -> str:
+    """Return why the worker does not report for all; "" for the lead of `since_generation` or of a later one, which
+    tells what the one before it could not."""
+    for lead in task.group.leads:
+        if lead.generation >= since_generation and (lead.worker, lead.node) == (event.worker, event.node):
+            return ""
+    return f"$.event.worker: {event.worker} on {event.node} leads no group of {task.name}"
+
+
+def _member(state: ClusterState, event: v.CheckpointSaved) -> str:
+    task = state.tasks.get(event.task)
+    return "" if task is None or event.worker not in task.workers else _unless_past_member(task, event.worker)
+
+
+def _unless_past_member(task: Task, worker: str) -> str:
+    if task.is_member(worker) or task.generation_of(task.workers[worker]):
+        return ""
+    return f"$.event.worker: {worker} has been in no group of {task.name}"
+
+
+def _newest_member(state: ClusterState, event: v.WorkerJoinedGroup | v.CorruptionSuspected) -> str:
+    task = state.tasks.get(event.task)
+    if task is None or event.generation != task.generation or task.is_member(event.worker):
+        return ""
+    if event.worker not in task.workers and isinstance(event, v.WorkerJoinedGroup):
+        return ""
+    return f"$.event.worker: {event.worker} is no member of generation {event.generation} of {task.name}"
+
+
+def _first_replica(
+    state: ClusterState, event: v.StragglerObserved | v.StragglerRecovered | v.DegradationObserved
+) -> str:
+    task = state.tasks.get(event.task)
+    if task is None or task.membership is None or event.worker not in task.workers:
+        return ""
+    if event.generation != task.generation:
+        return _unless_past_member(task, event.worker)
+    members = task.membership.members
+    if any(member.worker == event.worker and member.replica == members[0].replica for member in members):
+        return ""
+    return f"$.event.worker: {event.worker} is not of the first replica of {task.name}"
+
+
+def _holder(state: ClusterState, event: v.SnapshotStored | v.PeersRemembered) -> str:
+    task = state.tasks.get(event.task)
+    if task is None or any(name == task.name for name, _ in state.by_node.on(event.node)):
+        return ""
+    copies = task.copies
+    if any(peer.node == event.node for peer in (*copies.peers, *copies.former_peers)):
+        return ""
+    if any(copy.node == event.node for copy in copies.holdings.values()):
+        return ""
+    return f"$.event.node: {event.node} carries no worker of {task.name}, and takes no copies of its state"
+
+
+def _stacks(state: ClusterState, event: v.StacksTaken) -> str:
+    task = state.tasks.get(event.task)
+    for stack in event.workers if task else ():
+        owner = task.workers.get(stack.worker) if task else None
+        if owner is not None and owner.node != event.node:
+            return f"$.event.workers: {stack.worker} runs on {owner.node}"
+    return ""
+
+
+AUTHORITY: Mapping[type[v.Observation], AuthorityRule] = {
+    v.NodeJoined: _own_word,
+    v.NodeLeaving: _own_word,
+    v.NodeLeft: _own_word,
+    v.MachineReported: _own_word,
+    v.AcceleratorReported: _own_word,
+    v.NodeChecked: _own_word,
+    v.LinksProbed: _own_word,
+    v.Heartbeat: _own_word,
+    v.CommandApplied: _own_word,
+    v.CommandFailed: _own_word,
+    v.WorkerStarted: _own_word,
+    v.WorkerReady: _own_word,
+    v.WorkerPaused: _own_word,
+    v.WorkerExited: _own_word,
+    v.WorkerBusy: _own_word,
+    v.WorkerWaiting: _own_word,
+    v.ErrorReported: _own_word,
+    v.HangSuspected: _own_word,
+    v.SaveFailed: _own_word,
+    v.StateLoaded: _own_word,
+    v.StopRequested: _own_word,
+    v.WorkerJoinedGroup: _newest_member,
+    v.CorruptionSuspected: _newest_member,
+    v.CheckpointSaved: _member,
+    v.StragglerObserved: _first_replica,
+    v.StragglerRecovered: _first_replica,
+    v.DegradationObserved: _first_replica,
+    v.StepCommitted: _lead_of_steps,
+    v.TaskCompleted: _lead_of_end,
+    v.SnapshotStored: _holder,
+    v.PeersRemembered: _holder,
+    v.StacksTaken: _stacks,
+}
