@@ -10,7 +10,14 @@ import pytest
 from tests.replay.command import unicron_replay
 from unicrond.replay.simulation.checks.invariants import RULES
 from unicrond.replay.simulation.effects.fault_effects import EFFECTS
-from unicrond.replay.simulation.faults.faults import FAULT_KINDS, LIAR_KINDS, MODE_KINDS, OUTAGE_KINDS, PROGRAM_KINDS
+from unicrond.replay.simulation.faults.faults import (
+    DOMAIN_KINDS,
+    FAULT_KINDS,
+    LIAR_KINDS,
+    MODE_KINDS,
+    OUTAGE_KINDS,
+    PROGRAM_KINDS,
+)
 from unicrond.replay.simulation.fuzz import FuzzReport, _page
 from unicrond.replay.simulation.mutants.table import MUTANTS
 from unicrond.replay.simulation.run import RunOutcome, history, simulate
@@ -83,7 +90,8 @@ def test_document_names_every_rule_and_fault() -> None:
     text = DOCUMENT.read_text()
     assert not [name for name in RULES if f"`{name}`" not in text]
     assert not [kind for kind in EFFECTS if f"`{kind}`" not in text]
-    assert set(EFFECTS) == {*FAULT_KINDS, *MODE_KINDS, *LIAR_KINDS, *PROGRAM_KINDS, *OUTAGE_KINDS}
+    kinds = {*FAULT_KINDS, *MODE_KINDS, *LIAR_KINDS, *PROGRAM_KINDS, *OUTAGE_KINDS, *DOMAIN_KINDS}
+    assert set(EFFECTS) == kinds
 
 
 def test_result_table_has_row_for_every_mutant() -> None:

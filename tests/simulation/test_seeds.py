@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from unicrond.core import fold
+from unicrond.core.folding import silence
+from unicrond.core.nodes import outages
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.simulation.cluster import coordinators, world
 from unicrond.replay.simulation.faults.faults import SimulatedFault
@@ -42,6 +45,34 @@ def test_silence_of_all_nodes_costs_nothing(seed: int, how: str) -> None:
     outcome = simulate(seed, [SimulatedFault(kind="all_silent", at_s=10.0, for_s=18.0, how=how)])
     assert not outcome.rule, outcome.story
     assert outcome.incidents == 1 and outcome.micro_batches_repeated == outcome.iterations_lost == 0
+
+
+DOMAIN_DOWN = SimulatedFault(kind="domain_down", at_s=12.0, for_s=6.0, pick=1)
+
+
+@pytest.mark.parametrize("how", ["", "late", "cut"])
+@pytest.mark.parametrize("seed", range(4))
+def test_lost_domain_moves_nobody_and_comes_back(seed: int, how: str) -> None:
+    outcome = simulate(seed, [replace(DOMAIN_DOWN, how=how)])
+    assert not outcome.rule, outcome.story
+    assert 1 <= outcome.incidents <= 2, "domains of one node or two that are no outage count each"
+
+
+@pytest.mark.parametrize(
+    ("seed", "for_s", "mutant", "rule"),
+    [
+        (5, 6.0, "await_nobody", "outages_move_nobody"),
+        (5, 6.0, "hold_against_the_domain", "outages_accuse_no_node"),
+        (6, 14.0, "count_each_return", "returns_are_one"),
+    ],
+)
+def test_bug_of_outages_is_caught_by_its_rule(
+    monkeypatch: pytest.MonkeyPatch, seed: int, for_s: float, mutant: str, rule: str
+) -> None:
+    for module, name in ((outages, "absence"), (silence, "excused")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # the mutant stays in this test
+    MUTANTS[mutant].apply()
+    assert simulate(seed, [replace(DOMAIN_DOWN, how="late", for_s=for_s)]).rule == rule
 
 
 def test_copies_continue_after_full_disk_lost_peers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.checks import authority
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.invariants import Violation
+from unicrond.replay.simulation.checks.outages import OutageRecord
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
 from unicrond.replay.simulation.faults.boundary_events import is_forged
@@ -52,6 +53,7 @@ class InvariantChecker:
         self.policy = Policy()
         #: What people bring: their tasks, and whether nothing but these may fail.
         self.people = PeopleRecord()
+        self.outages = OutageRecord()
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
@@ -126,6 +128,8 @@ class InvariantChecker:
             self.record_breach("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(basis, event, self.policy))
             self.record_breach("types_stay_apart", rules.types_stay_apart(basis, event))
         for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
+            self.record_breach(rule, story)
+        for rule, story in self.outages.on_entry(before, self.states, entry, self.touched, self.policy):
             self.record_breach(rule, story)
         if envelope.term == before.term:
             self._ruling(self.states[envelope.based_on], event)

@@ -65,6 +65,7 @@ class AgentHost(CheckedHost, Protocol):
     launched: dict[str, Process]
     slots: int
     gpu: str
+    domain: str
     schema: int
     heartbeat_s: float
     start_max_age_s: float
@@ -119,6 +120,7 @@ class SimulatedAgent(Shell):
             commit_interval_s=1.0,
             held_interval_s=6.0,
             gpu=host.gpu,
+            domain=host.domain,
             probe_port=9001,
             memory=MemoryService(node=host.name, host=host.name, port=9000, token="token"),
         )
@@ -402,8 +404,7 @@ class SimulatedAgent(Shell):
                 self._names.note_logged(boot, self.host.loop.time())
 
     async def _keep_looking(self) -> None:
-        """Look for other agents of this name. The real one looks at each new connection; here no end of a connection is
-        announced."""
+        """Look for other agents of this name. The real one looks at each new connection; here none is announced."""
         while True:
             if self.host.shares_name and not self.host.link.cut and self.host.server.up:
                 self._look_for_duplicates()

@@ -31,6 +31,7 @@ class Host:
         *,
         schema: int,
         gpu: str = "",
+        domain: str = "",
     ) -> None:
         self.name = name
         self.slots = slots
@@ -48,6 +49,8 @@ class Host:
         self.schema = schema
         #: The type of its GPUs, as its agent reports it.
         self.gpu = gpu
+        #: What fails as one with it, as its agent tells it.
+        self.domain = domain
         self.clock = HostClock(self.loop)
         self.link = Link(self.loop, rng)
         self.disk = RunDisk()

@@ -129,9 +129,16 @@ class World:
                 self.rng(name),
                 schema=self.versions.choice(VERSIONS),
                 gpu=self.gpus.choice(self.types),
+                domain=domain,
             )
-            for name in names
+            for name, domain in zip(names, self._domains(len(names)), strict=True)
         }
+
+    def _domains(self, nodes: int) -> list[str]:
+        """Draw the domain of each node: none, or one of two."""
+        rng = self.rng("domains of nodes")
+        first = rng.randint(1, nodes - 1)
+        return ["rack1"] * first + ["rack2"] * (nodes - first) if rng.random() < 0.6 else [""] * nodes
 
     # --- people ----------------------------------------------------------------------------------
 

@@ -298,6 +298,21 @@ def _all_silent(world: World, fault: SimulatedFault) -> None:
         _crash_coordinator(world, replace(fault, how=""))
 
 
+def _domain_down(world: World, fault: SimulatedFault) -> None:
+    """Switch the nodes of a domain off, and on again, together or `late`: one after the other; or `cut` them off from
+    the log and the others. Without domains, or with one of all nodes: all but the first."""
+    names = sorted({host.domain for host in world.hosts.values()})
+    hosts = [host for host in world.hosts.values() if host.domain == names[fault.pick % len(names)]]
+    hosts = hosts[1:] if len(hosts) == len(world.hosts) else hosts
+    if fault.how == "cut":
+        _isolate(world, replace(fault, how="", nodes=tuple(host.name for host in hosts), pick=0))
+        return
+    for place, host in enumerate(hosts):
+        host.power_off()
+        for_s = fault.for_s + (2.5 * place if fault.how == "late" else 0.0)
+        until(world, replace(fault, for_s=for_s), host.power_on)
+
+
 def _cut_peers(world: World, fault: SimulatedFault) -> None:
     """Cut the nodes off from their peers alone; `pair`: the first two from each other."""
     reach = world.training.reach
@@ -368,6 +383,7 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "break_fork_line": _break_fork_line,
     "cut_log": _cut_log,
     "all_silent": _all_silent,
+    "domain_down": _domain_down,
     "cut_peers": _cut_peers,
     "isolate": _isolate,
     "bad_weather": _bad_weather,

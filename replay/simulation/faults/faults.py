@@ -106,6 +106,10 @@ PROGRAM_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
 OUTAGE_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "all_silent": (1, 20.0, ("", "", "head_anew"), 0),
 }
+#: What shares a cause, likewise: all nodes of one domain are lost, and come back; "late": one after the other.
+DOMAIN_KINDS: Table = {"domain_down": (1, 15.0, ("", "late", "cut"), 0)}
+#: The share of seeds in which a domain is lost, and of these the share in which nothing else goes wrong.
+DOMAINS, DOMAINS_ALONE = 0.2, 0.5
 #: The share of seeds with outages, and of these the share in which nothing else goes wrong.
 OUTAGES, OUTAGES_ALONE = 0.15, 0.5
 #: Likewise: people have the cluster, or a task, observed for a time.
@@ -126,6 +130,10 @@ def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list
     """Draw the whole history of a seed: its faults, and in some seeds outages, or what people and programs bring."""
     rng = rng_of("programs")
     faults = draw(rng_of("faults"), nodes)
+    domains = rng_of("domains")
+    if domains.random() < DOMAINS:
+        faults = [] if domains.random() < DOMAINS_ALONE else faults
+        faults = sorted([*faults, *_draw(domains, DOMAIN_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
     modes = rng_of("modes")
     if modes.random() < OBSERVED:
         faults = sorted([*faults, *_draw(modes, MODE_KINDS, 1, nodes)], key=lambda fault: fault.at_s)

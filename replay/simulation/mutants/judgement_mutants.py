@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 
 from unicrond.core.deciding import memberships
-from unicrond.core.nodes import brakes
+from unicrond.core.folding import silence
+from unicrond.core.nodes import brakes, outages
 from unicrond.core.nodes.deafness import Deafness
 from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
 from unicrond.core.rules import admission, pinning, plan_problems
+from unicrond.core.state.changes import with_node
 from unicrond.core.tasks import starvation
 from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.mutants.mutation import Mutant, patch, patch_fold
@@ -98,6 +100,34 @@ def _believe_anybody() -> None:
     patch(admission, "AUTHORITY", lambda table: dict.fromkeys(table, lambda *_: ""))
 
 
+def _await_nobody() -> None:
+    patch(outages, "absence", lambda _: lambda *_: outages.NOBODY)
+
+
+def _count_each_return() -> None:
+    def make(absence: Any) -> Any:
+        """Wrap `absence`."""
+        return lambda *situation: absence(*situation)._replace(arrivals=frozenset())
+
+    patch(outages, "absence", make)
+
+
+def _hold_against_the_domain() -> None:
+    def make(excused: Any) -> Any:
+        """Wrap `excused`."""
+
+        def accused(state: Any, name: str) -> Any:
+            """Return the state in which the node's loss is its own, and its return a flap more than is allowed."""
+            node = state.nodes[name]
+            returns_us = (*node.health.returns_us, *[state.now_us] * 3)
+            health = msgspec.structs.replace(node.health, returns_us=returns_us)
+            return with_node(state, msgspec.structs.replace(node, health=health))
+
+        return accused
+
+    patch(silence, "excused", make)
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -109,5 +139,8 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "act_while_observing": Mutant("mode observe has no effect", _act_while_observing),
     "never_grow": Mutant("a task that has workers never gets more", _never_grow),
     "believe_anybody": Mutant("a node's word counts for tasks that it does not carry", _believe_anybody),
+    "await_nobody": Mutant("the plan does without nodes that were lost together at once", _await_nobody),
+    "count_each_return": Mutant("a node that is back is planned for before the others", _count_each_return),
+    "hold_against_the_domain": Mutant("a node that is lost with others flaps by it", _hold_against_the_domain),
     "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }

@@ -141,9 +141,10 @@ class Survey:
             before._staffing if before else {}
         )
         self.held_nodes: tuple[str, ...] = brakes.held_nodes(state)
-        #: Per task, the held nodes on which the plan wants workers that are not there.
+        #: Per task, the held nodes on which the plan wants workers that are not there; not those that are away.
+        held_nodes = [name for name in self.held_nodes if name not in self.absence.absentees]
         self._starts = {
-            task.name: brakes.start_nodes(self.staffing(task).missing, self.held_nodes) if self.held_nodes else ()
+            task.name: brakes.start_nodes(self.staffing(task).missing, held_nodes) if held_nodes else ()
             for task in self.active
         }
         self._planned = tuple(
