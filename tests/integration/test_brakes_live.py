@@ -35,7 +35,7 @@ async def test_share_holds_and_person_releases_it(tmp_path: Path, nodes: int, wo
                 ),
             )
         held = broken[-1]
-        assert [node.name for node in state.nodes.values() if node.isolation.active] == sorted(broken[:-1])
+        assert sorted(node.name for node in state.nodes.values() if node.isolation.active) == sorted(broken[:-1])
         (told,) = live.events("DecisionHeld")
         assert told["node"] == held and told["limit"] == "isolated_share"
         status = await live.run("unicronctl", "--url", live.dev.url, "status")

@@ -16,7 +16,9 @@ from unicrond.core.state.state import NodeStatus
 from unicrond.display.cluster_tables import nodes_table
 from unicrond.display.describe import describe_object
 from unicrond.events import vocabulary as v
+from unicrond.page.attention import state_alarms
 from unicrond.page.view import view
+from unicrond.service.coordinator.alarms import outage_alarms
 
 RACKS = [f"{rack}{number}" for rack in "abc" for number in range(3)]
 
@@ -364,3 +366,25 @@ def test_domain_is_shown_where_a_node_is() -> None:
     assert [node.get("domain") for node in view(cluster.state)["nodes"]] == ["rack7", None]
     cluster.add_host("a0", domain="rack8")
     assert cluster.state.nodes["a0"].domain == "rack8", "the newest agent's word counts"
+
+
+def test_outage_is_one_alarm_while_it_is_held_and_one_for_each_node_afterwards() -> None:
+    cluster, since = held_outage(1)
+    (alarm,) = outage_alarms(cluster.state)
+    assert alarm.key == f"domain-lost:i{since + 1}" and "3 nodes are away together since" in alarm
+    assert "(a0, a1, a2): awaited, nothing takes their place" in alarm and state_alarms(cluster.state) == []
+    cluster.add_host("a0")
+    (alarm,) = outage_alarms(cluster.state)
+    assert "2 nodes are away" in alarm and "(a1, a2), 1 is back: awaited" in alarm
+    cluster.pass_deadlines("outage")
+    assert outage_alarms(cluster.state) == []
+    assert [alarm.key for alarm in state_alarms(cluster.state)] == ["node-lost:a1", "node-lost:a2"]
+
+
+def test_hold_of_no_length_is_over_at_once() -> None:
+    cluster = rack_cluster(1, 0.0)
+    lose_rack(cluster, RACKS[:3])
+    ((name, length_us),) = [(name, us) for name, us in cluster.standing().items() if name.startswith("outage")]
+    assert length_us == 0
+    cluster.pass_deadlines(name)
+    assert outage_alarms(cluster.state) == [] and len(state_alarms(cluster.state)) == 3

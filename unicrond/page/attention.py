@@ -3,7 +3,7 @@
 Rules
 -----
 * Only what does not pass by itself, and what is under way: open incidents, decisions that are held (nodes/brakes.py),
-  nodes that are out without a person's order,
+  nodes that are out without a person's order (of an outage that is held its incident and the head's alarm tell),
   tasks without workers, tasks that have failed and did a step or were submitted within the last hour. Incidents come
   first, the worst of them before the others.
 * An incident stands with the first line of its account (views/accounts.py).
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from unicrond.core.nodes import outages
 from unicrond.core.nodes.brakes import hold_text, mode_text, remedy
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.alarms import Alarm, AlarmHandling
@@ -31,6 +32,7 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str, now_us: int
     and `handling` (what people did about it). `now_us`: wall clock of a head, whose log may be quiet for long; else the
     log's time counts."""
     now_us = max(now_us, state.now_us)
+    awaited = outages.held_nodes(state)
     worst_first = sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
     rows = [
         _row(
@@ -50,6 +52,7 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str, now_us: int
     rows += [
         _row(f"node {node.name} {text}", f"unicronctl story node {node.name}", "cluster", f"{name}:{node.name}")
         for node in state.nodes.values()
+        if node.name not in awaited
         for name, text in _trouble_of_node(state, node)
     ]
     rows += [

@@ -56,8 +56,8 @@ def members_of_outages(state: ClusterState) -> frozenset[str]:
 def outages_move_nobody(
     basis: ClusterState, plan: v.PlanAdopted, before: OtherCauses | None, members: Collection[str], policy: Policy
 ) -> str:
-    """Check a plan. `basis`: the state that it was decided in. `before`: the causes of the plan in force. `members`: nodes
-    that were in an outage since that plan."""
+    """Check a plan. `basis`: the state that it was decided in. `before`: the causes of the plan in force. `members`:
+    nodes that were in an outage since that plan."""
     standing = [name for name, outage in basis.outages.items() if not outage.is_over and policy.outage_hold_s]
     if not standing or len(standing) < len(basis.outages) or before is None:
         return ""

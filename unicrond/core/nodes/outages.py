@@ -33,6 +33,7 @@ from typing import NamedTuple
 from unicrond.core.state.holds import Outage
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.events.vocabulary.phrases import abridge, count, to_the_second
 
 #: The fewest nodes of an outage; and it takes one at least of so many that are up.
 OUTAGE_NODES, OUTAGE_PART = 3, 3
@@ -40,6 +41,8 @@ OUTAGE_NODES, OUTAGE_PART = 3, 3
 DOMAIN_NODES = 2
 #: How long those that are back wait for the next one, and for all of them.
 GATHER_US, GATHER_MAX_US = 10_000_000, 60_000_000
+#: The most nodes that one line names.
+_NAMES_MAX = 4
 _SECOND_US = 1_000_000
 
 
@@ -172,7 +175,7 @@ def _may_come(state: ClusterState, name: str) -> bool:
 def deadlines(state: ClusterState, policy: Policy) -> Iterator[tuple[str, int]]:
     """Yield (id, length in microseconds): `outage:` of a hold, `return:` of those that are back and wait."""
     for name, outage in state.outages.items():
-        if is_held(outage, policy):
+        if not outage.is_over:
             hold_us = int(policy.outage_hold_s * _SECOND_US)
             yield f"outage:{name}", max(0, outage.since_us + hold_us - state.now_us)
         if outage.back:
@@ -181,6 +184,27 @@ def deadlines(state: ClusterState, policy: Policy) -> Iterator[tuple[str, int]]:
 
 
 # --- for people ----------------------------------------------------------------------------------
+
+
+def held_nodes(state: ClusterState) -> frozenset[str]:
+    """Return the nodes that are away together, while their outage is held."""
+    return frozenset([name for outage in state.outages.values() if not outage.is_over for name in outage.away])
+
+
+def outage_texts(state: ClusterState) -> dict[str, str]:
+    """Return, for each incident whose outage is held, what is away and what is done about it, in words."""
+    texts: dict[str, str] = {}
+    for incident, outage in state.outages.items():
+        if not outage.is_over:
+            domain = f" of {outage.domain}" if outage.domain else ""
+            away = count(len(outage.away), f"node{domain} is", f"nodes{domain} are")
+            since, back = (
+                to_the_second(outage.since_us),
+                f", {count(len(outage.back), 'is', 'are')} back" if outage.back else "",
+            )
+            names = abridge(outage.away, _NAMES_MAX)
+            texts[incident] = f"{away} away together since {since} ({names}){back}: awaited, nothing takes their place"
+    return texts
 
 
 def outcome(nodes: int, away: int, lasted_us: int) -> str:

@@ -35,6 +35,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "certificate-unused": "new certificates cannot be used",
         "checkpoint-unsaved": "a task's last checkpoint was not written",
         "decisions-held": "the brakes hold a decision back",
+        "domain-lost": "nodes that were lost together are awaited",
         "job-failed": "a job beside the head fails, and is begun again",
         "log-large": "the log in NATS is larger than log.alarm_gib",
         "log-truncated": "nodes have read entries that the log does not hold",

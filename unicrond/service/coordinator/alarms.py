@@ -11,6 +11,7 @@ Rules
 * A checkpoint that could not be written is an alarm until a later one is written, or the task has ended; this one is in
   the state.
 * Each decision that the brakes hold is an alarm of its own: who has seen one has not seen the next.
+* Nodes that were lost together are one alarm while they are awaited, and one each afterwards.
 * What people did about an alarm (core/state/alarms.py) ends when the alarm has not stood for GONE_US, as this head sees
   it: one that comes and goes stays acknowledged. The coordinator that leads says so in the log, once.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 from unicrond.core.nodes.brakes import hold_subject, hold_text
 from unicrond.core.nodes.liveness import OWN_NAME
+from unicrond.core.nodes.outages import outage_texts
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
@@ -114,6 +116,11 @@ def silence_alarms(state: ClusterState) -> list[Alarm]:
     cause = "is the NATS server, the DNS name or the password wrong?"
     text = f"the head hears none of {nodes} since {since}: {cause} nothing is decided about them{lost}"
     return [Alarm("nodes-unheard", text)]
+
+
+def outage_alarms(state: ClusterState) -> list[Alarm]:
+    """Return an alarm for each outage whose nodes are awaited."""
+    return [Alarm("domain-lost", text, incident) for incident, text in outage_texts(state).items()]
 
 
 def hold_alarms(state: ClusterState) -> list[Alarm]:

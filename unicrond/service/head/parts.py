@@ -31,7 +31,7 @@ from unicrond.intake.tls import BadTls
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.connections import ApiConnections, connections_max
-from unicrond.service.coordinator.alarms import hold_alarms, unsaved_alarms
+from unicrond.service.coordinator.alarms import hold_alarms, outage_alarms, unsaved_alarms
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
@@ -178,6 +178,7 @@ class HeadParts:
         if self._logins is not None:
             lines += self._logins.alarms()
         lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
+        lines += outage_alarms(self.coordinator.state)
         lines += hold_alarms(self.coordinator.state)
         return lines + (self._certificates.alarms() if self._is_tls else [])
 
