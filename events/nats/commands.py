@@ -41,8 +41,9 @@ from nats.aio.msg import Msg
 from unicrond.events.log.event_log import LogError
 from unicrond.events.log.subjects import EVENT_STREAM, WARRANT_HEADER, agent_consumer, entry, feed_subjects
 from unicrond.events.nats.connection import Backoff, Connection, NoReply, PublishDenied, Session
-from unicrond.events.nats.reader import SILENCE_S, stored_message
+from unicrond.events.nats.reader import SILENCE_S
 from unicrond.events.nats.request_reply import wait_for_event
+from unicrond.events.nats.stored_message import stored_message
 from unicrond.events.nats.streams import NANOS, JetStreamError, api
 from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
 

@@ -39,6 +39,7 @@ from unicrond.events.nats.request_reply import Inquiry
 from unicrond.events.nats.request_reply import NoReply as NoReply
 from unicrond.events.nats.request_reply import PublishDenied as PublishDenied
 from unicrond.events.nats.request_reply import ReplyTimeout as ReplyTimeout
+from unicrond.events.trust.accounts import client_name
 from unicrond.events.trust.keys import BadKey
 from unicrond.events.trust.tls import BadCa
 
@@ -117,11 +118,10 @@ class _Client(Client):  # type: ignore[misc]
 class Session:
     """One TCP connection and the requests that wait on it. Made by `Connection` only."""
 
-    def __init__(self, client: _Client, consumers: Sequence[str] = ()) -> None:
-        """Create a session over a connected client. `consumers`: the names that the login may give its consumers;
-        empty: any."""
+    def __init__(self, client: _Client, *, makes_consumers: bool = True) -> None:
+        """Create a session over a connected client. `makes_consumers`: the login may make consumers."""
         self.client = client
-        self.consumers = tuple(consumers)
+        self.makes_consumers = makes_consumers
         #: The client's name in the server's reports, as the caller of `connect` chose it.
         self.client_name = str(client.options.get("name") or "a client")
         self.disconnected = asyncio.Event()
@@ -376,7 +376,7 @@ class Connection:
                 error_cb=self._on_error,
                 **options,
             )
-            session = Session(client, self._login.consumer_names)
+            session = Session(client, makes_consumers=self._login.makes_consumers)
             await session.start()
             for subject, handler in self._subscriptions.items():
                 await client.subscribe(subject, cb=handler)
@@ -391,7 +391,7 @@ class Connection:
 
     async def _on_error(self, error: Exception) -> None:
         """Record whatever nats-py reports. Must not raise: that would kill the reader."""
-        text = _describe(error)
+        text = client_name(_describe(error))
         if isinstance(error, BadKey | BadCa | NoTls):
             explanation = str(error)
         else:

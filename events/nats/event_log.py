@@ -43,7 +43,8 @@ from unicrond.events.log.subjects import (
     subject,
 )
 from unicrond.events.nats.connection import REQUEST_TIMEOUT_S, Backoff, Connection, NoReply, ReplyTimeout, Session
-from unicrond.events.nats.reader import StoredMessage, message_id_in, read_batches, read_stream
+from unicrond.events.nats.reader import read_batches, read_stream
+from unicrond.events.nats.stored_message import StoredMessage, message_id_in
 from unicrond.events.nats.streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, JetStreamError, answer, api
 from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat
 from unicrond.events.wire.codec import encode

@@ -9,8 +9,8 @@ Rules
 * In the server's memory: renewals cost no fsync, and wait for no slow disk. One server alone also forgets the bucket
   when it restarts; it is made anew then.
 * Answers come from the stream's leader (no direct get): a replica may lag behind.
-* Servers check no reply subject, so a node can have JSON of theirs stored in the place of the lease (docs/operate/
-  logins.md). It is no Holder, and does not count.
+* Servers check no reply subject. Where all logins share an account, a node can have JSON of theirs stored in the place
+  of the lease (docs/operate/logins.md). It is no Holder, and does not count.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unicrond.events.trust.keys import BadKey, Key, read_key
-from unicrond.events.trust.logins import Role, consumer_names, inbox_prefix, role_of
+from unicrond.events.trust.logins import Role, inbox_prefix, role_of
 from unicrond.events.trust.tls import client_context, trouble
 
 #: Messages of a server that refuses a client.
@@ -63,9 +63,9 @@ class Login:
         return client_context(self.tls_ca, ca_pem=ca, certificate=certificate, key=certificate_key)
 
     @property
-    def consumer_names(self) -> tuple[str, ...]:
-        """Return the names that its consumers may have; empty: any. Raise BadKey."""
-        return consumer_names(read_key(self.key).login) if self.key else ()
+    def makes_consumers(self) -> bool:
+        """Say whether it may make consumers to read a stream. Raise BadKey."""
+        return self.key is None or role_of(read_key(self.key).login)[0] is not Role.READER
 
 
 def refusal(text: str, login: Login) -> str:

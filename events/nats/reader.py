@@ -15,17 +15,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import nats.errors
-from nats.aio.msg import Msg
 
 from unicrond.events.nats.connection import Backoff, Connection, NoReply, Session, parse_headers
+from unicrond.events.nats.direct_reads import DirectReads
 from unicrond.events.nats.request_reply import wait_for_event
+from unicrond.events.nats.stored_message import StoredMessage, delivery, message_id_in
 from unicrond.events.nats.streams import NANOS, JetStreamError, answer
 
 logger = logging.getLogger(__name__)
@@ -48,18 +48,6 @@ class _RawMessage(NamedTuple):
     reply: bytes
     body: bytes
     headers: bytes
-
-
-class StoredMessage(NamedTuple):
-    """A message as the stream holds it. `headers`: only where headers alone were requested.
-    `message_id`: "" for none."""
-
-    seq: int
-    recorded_at_us: int
-    subject: str
-    body: bytes
-    headers: dict[str, str] | None
-    message_id: str = ""
 
 
 class _ConsumerInterrupted(Exception):
@@ -92,7 +80,7 @@ async def read_batches(
     backoff = Backoff(f"reading {stream}")
     while True:
         session = await connection.session()
-        consumer = _Consumer(session, stream)
+        consumer = _Consumer(session, stream) if session.makes_consumers else _DirectReader(session, stream)
         interruption: Exception
         try:
             await consumer.open({**start, "filter_subjects": list(filter_subjects), "headers_only": headers_only})
@@ -110,13 +98,37 @@ async def read_batches(
         await backoff.wait_after(interruption)
 
 
+class _DirectReader:
+    """A reading by direct gets, in the place of a _Consumer where the login may make none: from a sequence number on,
+    all subjects, whole."""
+
+    def __init__(self, session: Session, stream: str) -> None:
+        self._reads = DirectReads(session, stream)
+        self._seq = 1
+
+    async def open(self, config: dict[str, Any]) -> None:
+        """Begin where the configuration of a consumer says."""
+        assert config["deliver_policy"] in ("all", "by_start_sequence"), "what readers ask for"
+        self._seq = config.get("opt_start_seq", 1)
+        await self._reads.open()
+
+    async def messages(self, is_alive: Callable[[], None]) -> AsyncGenerator[list[StoredMessage], None]:
+        """Yield batches of messages (_Consumer.messages)."""
+        async with aclosing(self._reads.follow(self._seq, is_alive)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def close(self) -> None:
+        """End it."""
+        await self._reads.close()
+
+
 class _Consumer:
     def __init__(self, session: Session, stream: str) -> None:
         self._session = session
         self._stream = stream
         self._inbox = session.client.new_inbox()
-        # A login that may give few names shares them with others of its kind: whoever finds one taken draws again.
-        self._name = random.choice(session.consumers or (f"{READS}{self._inbox.rpartition('.')[2]}",))
+        self._name = f"{READS}{self._inbox.rpartition('.')[2]}"
         self._is_ours = False
         self._queue: deque[_RawMessage] = deque()
         self._arrived = asyncio.Event()
@@ -169,7 +181,7 @@ class _Consumer:
                         is_alive()
                         continue
                     headers = parse_headers(message.headers)[1] if self._with_headers else None
-                    number, stored = _stored(
+                    number, stored = delivery(
                         message.reply.decode(),
                         message.subject.decode(),
                         message.body,
@@ -218,29 +230,3 @@ class _Consumer:
         reply = message.reply.decode() or headers.get("Nats-Consumer-Stalled", "")
         if reply:
             await self._session.publish(reply, b"")
-
-
-def stored_message(message: Msg) -> StoredMessage:
-    """Convert a delivered message to the form in which the stream holds it."""
-    message_id = (message.headers or {}).get("Nats-Msg-Id", "")
-    return _stored(message.reply, message.subject, message.data, message.headers, message_id)[1]
-
-
-def message_id_in(headers: bytes) -> str:
-    """Return the message id among raw headers, without parsing the others."""
-    _, _, rest = headers.partition(b"\r\nNats-Msg-Id:")
-    return rest.partition(b"\r\n")[0].strip().decode("utf-8", "replace") if rest else ""
-
-
-def _stored(
-    reply: str, subject: str, body: bytes, headers: dict[str, str] | None, message_id: str = ""
-) -> tuple[int, StoredMessage]:
-    """Parse a delivery; return the delivery number and the message. A reply subject reads
-
-    $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<delivery number>.<time, ns>.<pending>
-    with <domain>.<account> after "ACK" where there are domains, and perhaps a token more at the end.
-    """
-    tokens = reply.split(".")
-    first = 4 if len(tokens) == 9 else 6
-    seq, number, at_ns = int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 3])
-    return number, StoredMessage(seq, at_ns // 1000, subject, body, headers, message_id)

@@ -11,8 +11,8 @@ Rules
 * Without credentials it listens on loopback alone, since to publish a task is to run code.
 * With certificates it speaks TLS. They are read again at a signal; connections stay as they are.
 * One that is for this process alone ends with it, however that ends.
-* Who may log in is in the configuration too. A running server takes a new list of users at a signal; it ends the
-  connections of those that are no longer there, and no others.
+* Who may log in is in the configuration too, and in which account (`trust/accounts.py`). A running server takes a new
+  list of users at a signal; it ends the connections of those that are no longer there, and no others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server_files import ServerTls as ServerTls
 from unicrond.events.nats.server_files import for_clients, replace, tls_lines
 from unicrond.events.nats.store_directory_lock import LOCK_FD, PID_FD, StoreClaim, StoreLease, keeper_words
-from unicrond.events.trust.logins import User, authorization
+from unicrond.events.trust.accounts import server_accounts
+from unicrond.events.trust.logins import User
 
 logger = logging.getLogger(__name__)
 
@@ -270,10 +271,7 @@ class EmbeddedServer:
         shared = None
         if self._login is not None and self._login.user:
             shared = (self._login.user, self._login.password or "")
-        if self._users is not None:
-            lines += authorization(self._users, shared)
-        elif shared:
-            lines.append(f"authorization {{ user: {quote(shared[0])}, password: {quote(shared[1])} }}")
+        lines += server_accounts(self._users, shared)
         if self._tls is not None:
             lines += tls_lines(self._tls)
         return "\n".join(lines) + "\n"

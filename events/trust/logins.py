@@ -8,25 +8,21 @@ Rules
   under the coordinator's, requests under the API's. Each login may publish on its own subjects alone, so what stands on
   a subject was written by that login; the body must name the same producer (`subjects.py`), or it is quarantined.
 * The server checks neither the reply subject of a request nor the subject to which a consumer delivers: it writes its
-  answer there. So no login may have stored bytes of its own choice sent back as they are: an agent has no direct get
-  of what it writes, and cannot make a consumer. What the server itself writes is JSON, which is no event: quarantined.
+  answer there, and an empty answer is a valid call to delete a stream. What answers cannot reach is another account's:
+  each kind of login has one of its own (`accounts.py`). Rights are the second wall, and part the logins within one.
+* For the same reason nobody but coordinator and operator may make a consumer. Agents have theirs made, readers read by
+  direct gets (`nats/direct_reads.py`). An agent has no direct get of what it writes.
 * For the same reason no login has `allow_responses`: a client that may publish where it listens can send itself a
   message with any reply subject, and may then write there. Agents answer on a subject of their own
   (`worker_queries.py`).
 * Only the operator may delete, purge or change the streams of the log. The coordinator's own cache is its own, and so
   is the heads' lease.
-* A reader's consumers have names from a fixed list: else it could change those of the agents.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from operator import itemgetter
 from typing import NamedTuple
 
 from unicrond.events.log.subjects import (
@@ -45,11 +41,9 @@ from unicrond.events.wire.codec import RESERVED_NAMES
 API = "$JS.API"
 #: A server answers here with the rights of the login that asks.
 USER_INFO = "$SYS.REQ.USER.INFO"
-#: How many consumers one reader may have at a time.
-READER_CONSUMERS = 16
 #: Where the coordinator keeps its snapshots (an object store); a cache.
 CACHE_BUCKET = "UNICRON_SNAPSHOTS"
-_CACHE = f"OBJ_{CACHE_BUCKET}"
+CACHE_STREAM = f"OBJ_{CACHE_BUCKET}"
 #: Which head leads (lease.py).
 HEADS_BUCKET = "UNICRON_HEADS"
 _HEADS = f"KV_{HEADS_BUCKET}"
@@ -109,13 +103,6 @@ def inbox_prefix(login: str) -> str:
     return f"_INBOX_{login}"
 
 
-def consumer_names(login: str) -> tuple[str, ...]:
-    """Return the names that the login's readers may give their consumers; empty: any."""
-    if login != Role.READER:
-        return ()
-    return tuple(f"{login}-{number}" for number in range(READER_CONSUMERS))
-
-
 def rights(login: str) -> Rights:
     """Return what the login may publish and subscribe to. Raises BadLogin."""
     role, node = role_of(login)
@@ -131,7 +118,7 @@ def rights(login: str) -> Rights:
                 (inbox, f"{PREFIX}.logged.*.*"),
             )
         case Role.READER:
-            return Rights(_reader(login), (inbox,))
+            return Rights(_reader(), (inbox,))
         case Role.OPERATOR:
             return Rights((f"{API}.>", "$JS.ACK.>", "$JS.FC.>", "$JS.SNAPSHOT.>"), (">",))
         case Role.SYSTEM:
@@ -181,7 +168,7 @@ def _coordinator(inbox: str) -> Rights:
             *(f"{API}.CONSUMER.{verb}.{name}.>" for verb in ("CREATE", "INFO", "DELETE") for name in streams),
             *(f"$JS.FC.{name}.>" for name in streams),
             f"$O.{CACHE_BUCKET}.>",
-            *(f"{API}.STREAM.{verb}.{_CACHE}" for verb in ("CREATE", "PURGE")),
+            *(f"{API}.STREAM.{verb}.{CACHE_STREAM}" for verb in ("CREATE", "PURGE")),
             *_reading_the_cache(),
             f"$KV.{HEADS_BUCKET}.>",
             *(f"{API}.STREAM.{verb}.{_HEADS}" for verb in ("CREATE", "INFO", "MSG.GET")),
@@ -191,18 +178,12 @@ def _coordinator(inbox: str) -> Rights:
     )
 
 
-def _reader(login: str) -> tuple[str, ...]:
+def _reader() -> tuple[str, ...]:
     """Return the subjects on which a reader may publish."""
     streams = (EVENT_STREAM, BEAT_STREAM)
     return (
         *(f"{API}.STREAM.{verb}.{name}" for verb in ("INFO", "MSG.GET") for name in streams),
-        *(
-            f"{API}.CONSUMER.{verb}.{name}.{consumer}"
-            for name in streams
-            for verb in ("CREATE", "DELETE")
-            for consumer in consumer_names(login)
-        ),
-        *(f"$JS.FC.{name}.{consumer}.>" for name in streams for consumer in consumer_names(login)),
+        *(f"{API}.DIRECT.GET.{name}" for name in streams),
         *_reading_the_cache(),
     )
 
@@ -210,70 +191,6 @@ def _reader(login: str) -> tuple[str, ...]:
 def _reading_the_cache() -> tuple[str, ...]:
     """Return the subjects that reading the snapshots needs."""
     return (
-        *(f"{API}.STREAM.{verb}.{_CACHE}" for verb in ("INFO", "MSG.GET")),
-        f"{API}.DIRECT.GET.{_CACHE}.>",
-        *(f"{API}.CONSUMER.{verb}.{_CACHE}" for verb in ("CREATE", "DELETE")),
-        *(f"{API}.CONSUMER.{verb}.{_CACHE}.>" for verb in ("CREATE", "INFO", "DELETE")),
-        f"$JS.ACK.{_CACHE}.>",
-        f"$JS.FC.{_CACHE}.>",
+        *(f"{API}.STREAM.{verb}.{CACHE_STREAM}" for verb in ("INFO", "MSG.GET")),
+        f"{API}.DIRECT.GET.{CACHE_STREAM}",
     )
-
-
-# --- the server's configuration ------------------------------------------------------------------
-
-
-def authorization(users: Iterable[User], shared: tuple[str, str] | None = None) -> list[str]:
-    """Return lines of a nats-server's configuration that admit these users, and nobody else. Raises BadLogin.
-
-    `shared`: user and password of a login with every right, while a cluster is moved to keys.
-    """
-    lines = [f"    {json.dumps({'user': shared[0], 'password': shared[1]})}"] if shared else []
-    lines += [f"    {_line(user)}" for user in _checked(users) if user.login != Role.SYSTEM]
-    if not lines:
-        raise BadLogin("a server without users would let everybody in; give one")
-    return ["authorization {", "  users: [", *lines, "  ]", "}"]
-
-
-def whole_configuration(users: Sequence[User]) -> list[str]:
-    """Return `authorization`, and the servers' own account where `users` has one for it.
-
-    A running server applies a change of the users (SIGHUP); the account it needs from the start. Raises BadLogin.
-    """
-    system = [{"nkey": user.key} for user in _checked(users) if user.login == Role.SYSTEM]
-    account = [f"accounts {{ SYS {{ users: {json.dumps(system)} }} }}", "system_account: SYS"] if system else []
-    return [*authorization(users), *account]
-
-
-def nsc_commands(logins: Iterable[str]) -> list[str]:
-    """Return, for servers in operator mode, a command of NATS's tool nsc for each login, which makes its user.
-
-    The system account has its own users there. Raises BadLogin.
-    """
-    rights_by_login = {login: rights(login) for login in logins if role_of(login)[0] is not Role.SYSTEM}
-    return [
-        shlex.join([*f"nsc add user --name {login} --allow-pub".split(), ",".join(user_rights.publish)])
-        + f" --allow-sub {shlex.quote(','.join(user_rights.subscribe))}"
-        for login, user_rights in rights_by_login.items()
-    ]
-
-
-def _line(user: User) -> str:
-    """Format a user with its rights."""
-    user_rights = rights(user.login)
-    permissions = {"publish": {"allow": user_rights.publish}, "subscribe": {"allow": user_rights.subscribe}}
-    return json.dumps({"nkey": user.key, "permissions": permissions})
-
-
-def _checked(users: Iterable[User]) -> list[User]:
-    """Sort the users by login. Raises BadLogin where two have one login or one key."""
-    by_login = sorted(users)
-    for user in by_login:
-        if not re.fullmatch(KEY_PATTERN, user.key):
-            raise BadLogin(f"{user.login}: {user.key!r} is not the public nkey of a user")
-    for field in ("login", "key"):
-        value, count = max(
-            Counter(getattr(user, field) for user in by_login).items(), key=itemgetter(1), default=("", 0)
-        )
-        if count > 1:
-            raise BadLogin(f"{field} {value} occurs twice")
-    return by_login

@@ -38,7 +38,8 @@ OPERATOR = "operator"
 #: No node may have one of these names: what it said would be taken for theirs, and theirs for a repetition.
 RESERVED_NAMES = (API_PRODUCER, COORDINATOR, OPERATOR)
 
-#: Why JSON is refused: NATS checks no reply subject, so a request can have its answer stored anywhere (logins.py).
+#: Why JSON is refused: NATS checks no reply subject, so within the log's account an answer can be stored anywhere
+#: (accounts.py).
 _NATS_SAYS = "JSON, not an event: most likely an answer of NATS to a request that had it sent to this subject"
 
 _Rule: TypeAlias = Callable[[Envelope, Any], None]

@@ -1,7 +1,7 @@
 """The event stream of a NATS server as a source.
 
-Nothing is created or changed there: only ephemeral consumers in the server's memory, which the server drops
-when we leave; no stream, no durable consumer, no message. A server that falls silent is an error here,
+Nothing is created or changed there: no stream, no durable consumer, no message. A login that is no reader's has a
+consumer in the server's memory, which the server drops when we leave. A server that falls silent is an error here,
 for a person is waiting. A long log is read by a process of its own (`reading_process.py`),
 at the same time as it is decoded and folded here.
 """
@@ -21,8 +21,9 @@ from unicrond.events.log.event_log import EventLog, LogError, LogUnavailable
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, entry
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsEventLog, decode_messages
-from unicrond.events.nats.reader import StoredMessage, read_stream
+from unicrond.events.nats.reader import read_stream
 from unicrond.events.nats.server import tls_of
+from unicrond.events.nats.stored_message import StoredMessage
 from unicrond.events.nats.streams import IMPORTED, JetStreamError, api
 from unicrond.events.trust.logins import Role
 from unicrond.events.vocabulary.phrases import EPOCH

@@ -29,7 +29,7 @@ import msgspec
 from unicrond.events.log.event_log import LogDamaged, LogError, LogUnavailable
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsEventLog
-from unicrond.events.nats.reader import StoredMessage
+from unicrond.events.nats.stored_message import StoredMessage
 
 #: How much may wait on either side of the socket: some milliseconds of work, so that neither waits for the other.
 BUFFER_BYTES = 512 * 1024

@@ -23,8 +23,8 @@ from unicrond.events.nats.connection import Connection, Login, LoginRefused, Pub
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams
+from unicrond.events.trust.accounts import nsc_commands
 from unicrond.events.trust.keys import BadKey, read_key
-from unicrond.events.trust.logins import nsc_commands
 
 CREDENTIALS = """-----BEGIN NATS USER JWT-----
 {jwt}
@@ -59,37 +59,94 @@ def signed(by: Owner, subject: str, name: str, about: dict[str, Any], **claims: 
     return b".".join([*parts, base64.urlsafe_b64encode(signature).rstrip(b"=")]).decode()
 
 
+class Account:
+    """An account as nsc's commands make it, as far as NATS's JWT writes it down."""
+
+    def __init__(self) -> None:
+        self.owner = owner(nkeys.PREFIX_BYTE_ACCOUNT)
+        self.limits: dict[str, Any] = dict.fromkeys(
+            ("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1
+        )
+        self.limits["wildcards"] = True
+        self.exports: list[dict[str, Any]] = []
+        self.imports: list[dict[str, Any]] = []
+        self.mappings: dict[str, Any] = {}
+
+    def claims(self) -> dict[str, Any]:
+        sharing = {"exports": self.exports, "imports": self.imports, "mappings": self.mappings}
+        return {"type": "account", "limits": self.limits, **sharing}
+
+
+def flags_in(words: list[str]) -> dict[str, str]:
+    """The flags of a command with their values; "" for a switch."""
+    values = [*words[1:], "--"]
+    return {
+        word.removeprefix("--"): "" if after.startswith("--") else after
+        for word, after in zip(words, values, strict=True)
+        if word.startswith("--")
+    }
+
+
 class Server(EmbeddedServer):
-    """In operator mode, with one account for the log."""
+    """In operator mode, with the accounts that `unicrond nats-config --nsc` makes."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "nats")
         self._keys = directory
-        self._operator, self._system = owner(nkeys.PREFIX_BYTE_OPERATOR), owner(nkeys.PREFIX_BYTE_ACCOUNT)
-        self._account = owner(nkeys.PREFIX_BYTE_ACCOUNT)
+        self._operator, self._system = owner(nkeys.PREFIX_BYTE_OPERATOR), Account()
+        self._accounts: dict[str, Account] = {}
+        for line in nsc_commands([]):
+            name, _, command_line = line.partition("=$(")
+            if command_line:  # the shell keeps the account's key under its name
+                assert command_line.startswith(f"nsc describe account --name {name} ")
+            else:
+                self._run_nsc(shlex.split(line))
+
+    def _run_nsc(self, words: list[str]) -> None:
+        flags = flags_in(words)
+        kind = {"type": "service" if "service" in flags else "stream"}
+        match words[1:3]:
+            case ["add", "account"]:
+                self._accounts[flags["name"]] = Account()
+            case ["edit", "account"]:
+                limits = {"disk_storage": "js-disk-storage", "mem_storage": "js-mem-storage"}
+                limits |= {"streams": "js-streams", "consumer": "js-consumer"}
+                self._accounts[flags["name"]].limits |= {name: int(flags[flag]) for name, flag in limits.items()}
+            case ["add", "mapping"]:
+                self._accounts[flags["account"]].mappings[flags["from"]] = [{"subject": flags["to"]}]
+            case ["add", "export"]:
+                answers = {"response_type": flags["response-type"]} if "response-type" in flags else {}
+                entry = {"name": flags["name"], "subject": flags["subject"], **kind, **answers}
+                self._accounts[flags["account"]].exports.append(entry)
+            case ["add", "import"]:
+                lender = self._accounts[flags["src-account"].removeprefix("$")].owner.name
+                entry = {"name": flags["name"], "subject": flags["remote-subject"], "account": lender, **kind}
+                entry["local_subject"] = flags["local-subject"]
+                self._accounts[flags["account"]].imports.append(entry)
+            case _:
+                raise AssertionError(words)
 
     def _config(self) -> str:
-        free = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {
-            "wildcards": True
-        }
-        log = free | dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
+        before, _, _ = super()._config().partition("accounts {")
         accounts = {
-            each.name: signed(self._operator, each.name, name, {"type": "account", "limits": limits})
-            for each, name, limits in ((self._system, "SYS", free), (self._account, "LOG", log))
+            account.owner.name: signed(self._operator, account.owner.name, name, account.claims())
+            for name, account in {"SYS": self._system, **self._accounts}.items()
         }
         operator = signed(self._operator, self._operator.name, "O", {"type": "operator"})
-        lines = [f"operator: {operator}", f"system_account: {self._system.name}", "resolver: MEMORY"]
-        return super()._config() + "\n".join([*lines, f"resolver_preload: {json.dumps(accounts)}"]) + "\n"
+        lines = [f"operator: {operator}", f"system_account: {self._system.owner.name}", "resolver: MEMORY"]
+        return before + "\n".join([*lines, f"resolver_preload: {json.dumps(accounts)}"]) + "\n"
 
     def credentials(self, login: str, **claims: Any) -> Path:
         """As nsc makes them from the command that `unicrond nats-config --nsc` prints."""
-        words = shlex.split(nsc_commands([login])[0])
-        assert words[:5] == ["nsc", "add", "user", "--name", login]
-        given = {words[at]: {"allow": words[at + 1].split(",")} for at in (5, 7)}
+        words = shlex.split(nsc_commands([login])[-1])
+        flags = flags_in(words)
+        assert words[:3] == ["nsc", "add", "user"] and flags["name"] == login
+        allowed = {flag: {"allow": flags[flag].split(",")} for flag in ("allow-pub", "allow-sub")}
         user = owner(nkeys.PREFIX_BYTE_USER)
-        about = {"type": "user", "pub": given["--allow-pub"], "sub": given["--allow-sub"], "subs": -1, "data": -1}
+        about = {"type": "user", "pub": allowed["allow-pub"], "sub": allowed["allow-sub"], "subs": -1, "data": -1}
         path = self._keys / f"{login}.creds"
-        jwt = signed(self._account, user.name, login, about | {"payload": -1}, **claims)
+        account = self._accounts[flags["account"]].owner
+        jwt = signed(account, user.name, login, about | {"payload": -1}, **claims)
         path.write_text(CREDENTIALS.format(jwt=jwt, seed=user.seed.decode()))
         path.chmod(0o600)
         return path

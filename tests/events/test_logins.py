@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unicrond.events.log.subjects import EVENT_STREAM
-from unicrond.events.trust.logins import READER_CONSUMERS, BadLogin, Role, User, authorization, rights, role_of
+from unicrond.events.trust.logins import BadLogin, Role, rights, role_of
 
 
 def test_login_rights_name_no_foreign_subject() -> None:
@@ -18,10 +18,9 @@ def test_login_rights_name_no_foreign_subject() -> None:
             )
 
 
-def test_reader_login_owns_its_consumers() -> None:
-    named = [right for right in rights(Role.READER).publish if ".CONSUMER." in right and "OBJ_" not in right]
-    assert len(named) == 4 * READER_CONSUMERS
-    assert all(right.rpartition(".")[2].startswith("reader-") for right in named)
+def test_only_coordinator_and_operator_make_consumers() -> None:
+    for login in ("agent-n1", Role.API, Role.READER):
+        assert not [right for right in rights(login).publish if ".CONSUMER.CREATE" in right or ".CONSUMER.D" in right]
 
 
 @pytest.mark.parametrize(
@@ -43,16 +42,3 @@ def test_reader_login_owns_its_consumers() -> None:
 def test_role_lookup_refuses_unknown_login(login: str) -> None:
     with pytest.raises(BadLogin):
         role_of(login)
-
-
-def test_authorization_refuses_empty_list() -> None:
-    with pytest.raises(BadLogin, match="would let everybody in"):
-        authorization([])
-
-
-def test_authorization_needs_unique_keys() -> None:
-    user = User("agent-n1", "U" + "A" * 55)
-    with pytest.raises(BadLogin, match="occurs twice"):
-        authorization([user, User("agent-n2", user.key)])
-    with pytest.raises(BadLogin, match="not the public nkey"):
-        authorization([User("agent-n1", 'U"}')])

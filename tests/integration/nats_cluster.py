@@ -1,11 +1,11 @@
-"""Three nats-servers as one JetStream cluster, for tests: TLS and an nkey login for clients, a SIGKILL for each."""
+"""Three nats-servers as one JetStream cluster, for tests: TLS and logins for clients, a SIGKILL for each."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,20 @@ import trustme
 from unicrond.events.nats import streams as nats_streams
 from unicrond.events.nats.connection import Connection, Login
 from unicrond.events.nats.server import find_program
+from unicrond.events.trust.accounts import server_accounts
+from unicrond.events.trust.logins import User
 from unicrond.local.dev import free_port
 
 SIZE = 3
 
 
 class NatsCluster:
-    """`urls` and `login` are what a client needs; `ca` and `seed` the files that the login names."""
+    """`urls` and `login` are what a client needs; `ca` and `seed` the files that the login names. `users`: who may log
+    in, each with its own rights; none: only `login`, which may do everything."""
 
-    def __init__(self, directory: Path, sync: str) -> None:
+    def __init__(self, directory: Path, sync: str, users: Sequence[User]) -> None:
         self.directory = directory
+        self._users = users
         self._sync = sync
         self._ports = [free_port() for _ in range(SIZE)]
         self._routes = [free_port() for _ in range(SIZE)]
@@ -44,6 +48,9 @@ class NatsCluster:
         certificate.private_key_pem.write_to_path(str(self.directory / "server.key"))
         pair = nkeys.from_seed(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
         self.seed.write_bytes(bytes(pair.seed))
+        logins = f"authorization {{ users: [{{ nkey: {pair.public_key.decode()} }}] }}"
+        if self._users:
+            logins = "\n".join(server_accounts(self._users))
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
         for number in range(SIZE):
             (self.directory / f"n{number}.conf").write_text(
@@ -51,7 +58,7 @@ class NatsCluster:
 server_name: n{number}
 listen: "127.0.0.1:{self._ports[number]}"
 tls {{ cert_file: "{self.directory}/server.pem", key_file: "{self.directory}/server.key" }}
-authorization {{ users: [{{ nkey: {pair.public_key.decode()} }}] }}
+{logins}
 jetstream {{ store_dir: "{self.directory}/n{number}", sync_interval: {self._sync} }}
 cluster {{ name: unicron, listen: "127.0.0.1:{self._routes[number]}", routes: [{routes}] }}
 """
@@ -77,9 +84,9 @@ cluster {{ name: unicron, listen: "127.0.0.1:{self._routes[number]}", routes: [{
 
 
 @asynccontextmanager
-async def nats_cluster(directory: Path, sync: str = "2m") -> AsyncIterator[NatsCluster]:
+async def nats_cluster(directory: Path, sync: str = "2m", users: Sequence[User] = ()) -> AsyncIterator[NatsCluster]:
     """Three servers that will have ended. `sync`: how often they sync their disks; "2m" is NATS's own default."""
-    cluster = NatsCluster(directory, sync)
+    cluster = NatsCluster(directory, sync, users)
     cluster.prepare()
     try:
         await asyncio.gather(*(cluster.start(f"n{number}") for number in range(SIZE)))

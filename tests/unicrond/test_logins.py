@@ -173,7 +173,9 @@ def test_nats_config_command_prints_own_server_setup(tmp_path: Path, capsys: pyt
     assert load_or_create_key(keys, "coordinator").user.key in told
     assert main([*arguments[:3], "--nsc"]) == 0
     commands = capsys.readouterr().out.splitlines()
-    assert len(commands) == 6 and commands[-1].startswith("nsc add user --name agent-gpu2 --allow-pub 'unicron.v1.obs.")
+    users = [line for line in commands if line.startswith("nsc add user ")]
+    assert len(users) == 6 and commands[-1] == users[-1]
+    assert users[-1].startswith("nsc add user --account AGENTS --name agent-gpu2 --allow-pub 'unicron.v1.obs.")
     nodes.write_text("no node\n")
     assert main(arguments) == 2
 

@@ -10,6 +10,7 @@ from unicrond.ctl.client import ApiError, Client
 from unicrond.ctl.client_options import token_in
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import UsageError
+from unicrond.events.trust.accounts import nsc_commands, server_accounts
 from unicrond.events.trust.keys import (
     BadKey,
     load_or_create_key,
@@ -19,7 +20,7 @@ from unicrond.events.trust.keys import (
     write_key,
     write_private,
 )
-from unicrond.events.trust.logins import BadLogin, Role, User, agent_login, nsc_commands, whole_configuration
+from unicrond.events.trust.logins import BadLogin, Role, User, agent_login
 from unicrond.intake.config import Config, is_loopback, read_secret
 from unicrond.intake.tls import BadTls, expected_name
 from unicrond.intake.tokens import BadTokens, line_of, make_token, read_tokens
@@ -107,7 +108,7 @@ def nats_config(arguments: argparse.Namespace) -> int:
         if arguments.nsc:
             lines = nsc_commands(logins)
         else:
-            lines = whole_configuration([_login_user(arguments.keys, login) for login in logins])
+            lines = server_accounts([_login_user(arguments.keys, login) for login in logins])
     except (BadLogin, BadKey) as error:
         raise UsageError(str(error)) from None
     except OSError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 
 import nats.errors
 import nats.js.errors
@@ -10,8 +12,9 @@ from nats.js.api import ObjectStoreConfig, StorageType
 from nats.js.object_store import ObjectStore
 
 from unicrond.events.log.event_log import LogUnavailable
-from unicrond.events.nats.connection import Connection
-from unicrond.events.trust.logins import CACHE_BUCKET
+from unicrond.events.nats.connection import Connection, NoReply, Session
+from unicrond.events.nats.direct_reads import DirectReads
+from unicrond.events.trust.logins import CACHE_BUCKET, CACHE_STREAM
 
 BUCKET = CACHE_BUCKET
 NAME = "cluster-state"
@@ -31,12 +34,15 @@ class NatsSnapshotStore:
             async with asyncio.timeout(TIMEOUT_S):
                 session = await self._connection.session()
                 bucket = await session.client.jetstream().object_store(BUCKET)
-                stored_object = await bucket.get(NAME)
-                return bytes(stored_object.data or b"")
+                info = await bucket.get_info(NAME)
+                body = await _chunks(session, f"$O.{BUCKET}.C.{info.nuid}")
         except (nats.js.errors.NotFoundError, nats.js.errors.BucketNotFoundError):
             return None
-        except (nats.errors.Error, OSError, TimeoutError) as error:
+        except (nats.errors.Error, NoReply, OSError, TimeoutError) as error:
             raise LogUnavailable(f"bucket {BUCKET}: {type(error).__name__}: {error}") from None
+        if info.size != len(body) or info.digest != _digest(body):
+            raise LogUnavailable(f"bucket {BUCKET}: {len(body)} of {info.size} bytes are there, or others")
+        return body
 
     async def save(self, body: bytes) -> None:
         """Replace the snapshot. Raises LogUnavailable."""
@@ -57,3 +63,19 @@ class NatsSnapshotStore:
                 description="the coordinator's folded state: a cache", storage=StorageType.FILE, replicas=self._replicas
             )
             return await stream.create_object_store(BUCKET, config)
+
+
+async def _chunks(session: Session, subject: str) -> bytes:
+    """Return what stands on the subject, in its order. By direct gets: a reader may make no consumer. Raises
+    NoReply."""
+    reads = DirectReads(session, CACHE_STREAM)
+    await reads.open()
+    try:
+        return b"".join([stored.body async for batch in reads.present(1, subject) for stored in batch])
+    finally:
+        await reads.close()
+
+
+def _digest(body: bytes) -> str:
+    """Return the digest that object stores of NATS keep."""
+    return f"SHA-256={base64.urlsafe_b64encode(hashlib.sha256(body).digest()).decode()}"

@@ -1,0 +1,56 @@
+"""A message as a stream holds it, parsed from the forms in which the server hands it out."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from nats.aio.msg import Msg
+
+from unicrond.events.vocabulary.phrases import EPOCH
+
+
+class StoredMessage(NamedTuple):
+    """A message as the stream holds it. `headers`: only where headers alone were requested.
+    `message_id`: "" for none."""
+
+    seq: int
+    recorded_at_us: int
+    subject: str
+    body: bytes
+    headers: dict[str, str] | None
+    message_id: str = ""
+
+
+def stored_message(message: Msg) -> StoredMessage:
+    """Convert a delivered message to the form in which the stream holds it."""
+    message_id = (message.headers or {}).get("Nats-Msg-Id", "")
+    return delivery(message.reply, message.subject, message.data, message.headers, message_id)[1]
+
+
+def message_id_in(headers: bytes) -> str:
+    """Return the message id among raw headers, without parsing the others."""
+    _, _, rest = headers.partition(b"\r\nNats-Msg-Id:")
+    return rest.partition(b"\r\n")[0].strip().decode("utf-8", "replace") if rest else ""
+
+
+def delivery(
+    reply: str, subject: str, body: bytes, headers: dict[str, str] | None, message_id: str = ""
+) -> tuple[int, StoredMessage]:
+    """Parse a delivery; return the delivery number and the message. A reply subject reads
+
+    $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<delivery number>.<time, ns>.<pending>
+    with <domain>.<account> after "ACK" where there are domains, and perhaps a token more at the end.
+    """
+    tokens = reply.split(".")
+    first = 4 if len(tokens) == 9 else 6
+    seq, number, at_ns = int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 3])
+    return number, StoredMessage(seq, at_ns // 1000, subject, body, headers, message_id)
+
+
+def direct_answer(headers: dict[str, str], body: bytes) -> StoredMessage:
+    """Parse an answer to a direct get. Raises KeyError, ValueError where it is none."""
+    at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
+    at_us = (at - EPOCH) // timedelta(microseconds=1)
+    seq, message_id = int(headers["Nats-Sequence"]), headers.get("Nats-Msg-Id", "")
+    return StoredMessage(seq, at_us, headers["Nats-Subject"], body, None, message_id)
