@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import ssl
 import subprocess
@@ -20,7 +21,7 @@ from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.vocabulary import NodeJoined, StoreAddress
-from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage
 from unicrond.intake.config import load
 from unicrond.local.dev import DevCluster, small_cluster
 from unicrond.replay.reading.nats_source import embedded_login
@@ -99,16 +100,24 @@ async def refused(path: Path, login: Login) -> str:
 async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
     """Enrolled: its login works, and its consumer is there. Revoked: its connection ends. The next daemon knows it."""
     path, key = with_nats(config(tmp_path), "auth: keys"), tmp_path / "n1.key"
-    async with daemon(path) as (process, url):
+    async with daemon(path) as (process, _):
         await unicrond(path, "enroll", "n1", "--out", str(key))
         connection = await logged_in(path, Login(key=key))
         async with asyncio.timeout(20):
             await NatsCommandFeed(connection, "n1", makes_consumer=False).follow(())
         sly = Client()
         await sly.connect(f"nats://127.0.0.1:{load(path).nats.port}", **Login(key=key).options())
-        await sly.publish(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", b"", reply="unicron.v1.command.n2.StopWorker")
-        await sly.flush()
-        assert "(StopWorker): JSON, not an event" in await alarm(url, "the coordinator: ")
+        standing = f"$JS.API.DIRECT.GET.{EVENT_STREAM}.unicron.v1.decision.n1.NodeIsolated"
+        for reply in ("unicron.v1.command.n2.StopWorker", f"$JS.API.STREAM.DELETE.{EVENT_STREAM}"):
+            for subject in (standing, f"$JS.API.STREAM.INFO.{EVENT_STREAM}"):
+                await sly.publish(subject, b"", reply=reply)
+        own = "unicron.v1.obs.n1.StopWorker"
+        seq = int(json.loads((await sly.request(own, b"{}", timeout=10)).data)["seq"])
+        reader = await logged_in(path, embedded_login(tmp_path / "state", Login()))
+        async with asyncio.timeout(20):
+            entries = [entry async for entry in NatsEventLog(reader).read(0, until_seq=seq)]
+        assert [entry.subject for entry in entries if isinstance(entry, QuarantinedMessage)] == [own]
+        await reader.close()
         await sly.close()
         unused = tmp_path / "n2.key"
         await unicrond(path, "enroll", "n2", "--out", str(unused), "--unused-h", "0.0001")
