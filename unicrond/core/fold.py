@@ -52,12 +52,15 @@ from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema
 
+#: By how much the log's time may leap on the word of the log's server alone.
+LEAP_MAX_US = 300_000_000
+
 
 def fold(state: ClusterState, entry: Entry) -> ClusterState:
     """Return the state after `entry`. Entries come in sequence order; one already folded changes nothing."""
     if entry.seq <= state.seq:
         return state
-    seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
+    seq, now_us = entry.seq, log_time_us(state.now_us, entry)
     if not isinstance(entry, RecordedEvent):
         return replace(state, seq=seq, now_us=now_us, quarantined_messages=state.quarantined_messages + 1)
     envelope = entry.envelope
@@ -83,6 +86,19 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         except Exception as error:  # whatever it is, the next entries must still be folded
             reason = admission.raised(error)
     return admission.refuse(base, envelope, reason) if reason else after
+
+
+def log_time_us(before_us: int, entry: Entry) -> int:
+    """Return the log's time after `entry`, in microseconds since the epoch; it never goes back.
+
+    It is the log's receive time. One that leaps is believed as far as the clock of whoever wrote the entry agrees: a
+    server whose clock is years ahead would else stop the log's time for years.
+    """
+    recorded_us = entry.recorded_at_us
+    if recorded_us > before_us + LEAP_MAX_US:
+        witness_us = entry.envelope.observed_at_us if isinstance(entry, RecordedEvent) else before_us
+        recorded_us = min(recorded_us, witness_us + LEAP_MAX_US)
+    return max(before_us, recorded_us)
 
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:

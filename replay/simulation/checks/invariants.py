@@ -523,8 +523,8 @@ def memory_is_given_back(state: ClusterState, keeping: Sequence[tuple[str, str]]
 def no_process_is_left(state: ClusterState, living: Sequence[tuple[str, str, str]]) -> str:
     """Compare the processes with the state. `living`: (node, task, worker) of every process."""
     listed = {(w.node, task.name, w.worker) for task in state.tasks.values() for w in task.workers.values()}
-    listed |= {(node.name, stray.task, stray.worker) for node in state.nodes.values() for stray in node.strays.values()}
-    strays = [process for process in living if process not in listed]
+    doomed = {(node.name, stray.task, stray.worker) for node in state.nodes.values() for stray in node.strays.values()}
+    strays = [process for process in living if process not in listed | doomed]
     missing = [worker for worker in listed if worker not in living]
     parts = [f"{w} lives on {n} unknown" for n, _, w in strays] + [f"{w} on {n} does not live" for n, _, w in missing]
     return "; ".join(sorted(parts))

@@ -34,6 +34,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "certificate-ends": "the head's certificate ends soon, or has ended",
         "certificate-unused": "new certificates cannot be used",
         "checkpoint-unsaved": "a task's last checkpoint was not written",
+        "clocks-apart": "the log's clock and the head's are minutes apart",
         "decisions-held": "the brakes hold a decision back",
         "domain-lost": "nodes that were lost together are awaited",
         "job-failed": "a job beside the head fails, and is begun again",

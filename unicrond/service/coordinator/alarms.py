@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from unicrond.core.fold import LEAP_MAX_US
 from unicrond.core.nodes.brakes import hold_subject, hold_text
 from unicrond.core.nodes.liveness import OWN_NAME
 from unicrond.core.nodes.outages import outage_texts
@@ -29,7 +30,7 @@ from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
 from unicrond.events.vocabulary import AlarmEnded
-from unicrond.events.vocabulary.phrases import clean, count, to_the_second
+from unicrond.events.vocabulary.phrases import clean, count, span, to_the_second
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
@@ -121,6 +122,16 @@ def silence_alarms(state: ClusterState) -> list[Alarm]:
 def outage_alarms(state: ClusterState) -> list[Alarm]:
     """Return an alarm for each outage whose nodes are awaited."""
     return [Alarm("domain-lost", text, incident) for incident, text in outage_texts(state).items()]
+
+
+def clock_alarms(lead_us: int) -> list[Alarm]:
+    """Return the alarm of a log whose clock is not the head's. `lead_us`: by how much it was ahead of the head's clock
+    when the head's last decision was appended."""
+    if abs(lead_us) <= LEAP_MAX_US:
+        return []
+    side = "ahead of" if lead_us > 0 else "behind"
+    text = f"the clock of the log's NATS server is {span(abs(lead_us))} {side} this head's: set both by NTP"
+    return [Alarm("clocks-apart", text)]
 
 
 def hold_alarms(state: ClusterState) -> list[Alarm]:

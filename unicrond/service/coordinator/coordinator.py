@@ -42,7 +42,7 @@ from unicrond.events.vocabulary import AnyEvent, CheckNode, CoordinatorStarted, 
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered, since, told_version
 from unicrond.page.attention import state_alarms
-from unicrond.service.coordinator.alarms import AlarmBoard, silence_alarms
+from unicrond.service.coordinator.alarms import AlarmBoard, clock_alarms, silence_alarms
 from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
 from unicrond.service.coordinator.code_identity import code_version
 from unicrond.service.coordinator.event_log_health import outbox_backlog_alarms
@@ -95,6 +95,8 @@ class Coordinator(Follower):
         self._board = AlarmBoard()
         self._more_alarms: list[Callable[[], list[Alarm]]] = []
         self._gathering = False
+        #: By how much the log's clock was ahead of ours at our last decision.
+        self._clock_lead_us = 0
         self._fence: Fence | None = None
         self._breaker = Breaker()
         self._survey: Survey | None = None
@@ -225,7 +227,8 @@ class Coordinator(Follower):
         """Return what a person has to look at now, beside what the state itself tells."""
         outbox_backlog = outbox_backlog_alarms(self.outbox_backlog())
         more = [alarm for alarms in self._more_alarms for alarm in alarms()]
-        return [*super().standing_alarms(), *silence_alarms(self.state), *outbox_backlog, *self.around.alarms(), *more]
+        alarms = [*super().standing_alarms(), *silence_alarms(self.state), *clock_alarms(self._clock_lead_us)]
+        return [*alarms, *outbox_backlog, *self.around.alarms(), *more]
 
     def add_alarms(self, alarms: Callable[[], list[Alarm]]) -> None:
         """Take on the alarms of a part that is made after this one."""
@@ -252,6 +255,7 @@ class Coordinator(Follower):
         event = entry.envelope.event
         if self._fence is not None and entry.envelope.term == self._fence.term:
             self._breaker.folded(before, self.state, event)
+            self._clock_lead_us = entry.recorded_at_us - entry.envelope.observed_at_us
         self._watch.folded(event, live=self.live.is_set())
         if self.live.is_set():
             level = logging.DEBUG if isinstance(event, StepCommitted) else logging.INFO
