@@ -117,11 +117,12 @@ async def live_cluster(
     workers: int,
     heartbeat_s: float = 1.0,
     agents_hand_over: bool = True,
+    keys: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Live]:
-    """`settings`: of the coordinator."""
+    """`settings`: of the coordinator. `keys`: every login has one."""
     async with small_cluster(
-        directory, nodes=nodes, heartbeat_s=heartbeat_s, settings=settings, agents_hand_over=agents_hand_over
+        directory, nodes=nodes, heartbeat_s=heartbeat_s, settings=settings, keys=keys, agents_hand_over=agents_hand_over
     ) as dev:
         yield Live(dev, workers)
 
