@@ -51,7 +51,6 @@ def join(transition: Transition) -> None:
             workers=tuple(running),
             memory=config.memory,
             users=tuple(user.name for user in config.users),
-            since_boot=transition.memory.since_boot,
             gpu=config.gpu,
             probe_port=config.probe_port,
             domain=config.domain,

@@ -64,9 +64,8 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     """An agent is up and serves `slots` workers; `workers` are those it adopted.
 
     `users`: those that tasks may run as, the first where a task names none; empty: all tasks run as the agent's own.
-    `since_boot`: the first agent of its run directory; commands for earlier agents are void. 0: not known. `gpu`: the
-    type of its GPUs; "": not known. `probe_port`: where the agent answers probes of its links; 0: nowhere. `domain`:
-    what fails as one with it, as a rack or a switch; "": not told.
+    `gpu`: the type of its GPUs; "": not known. `probe_port`: where the agent answers probes of its links; 0: nowhere.
+    `domain`: what fails as one with it, as a rack or a switch; "": not told.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -80,7 +79,6 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     workers: Annotated[tuple[RunningWorker, ...], Meta(max_length=SLOTS_MAX)] = always(())
     memory: MemoryService | None = always(None)
     users: Users = ()
-    since_boot: Boot = 0
     gpu: Gpu = ""
     probe_port: Port = 0
     domain: NameOrNone = ""

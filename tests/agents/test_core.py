@@ -757,7 +757,7 @@ def test_command_applies_to_its_agent_only(agent_boot: int) -> None:
     """This one is of boot 2, in a run directory of its own."""
     node = Node(config=replace(CONFIG, agent_boot=2))
     node.boot()
-    assert node.of(NodeJoined)[-1].since_boot == 2
+    assert node.state.memory.since_boot == 2
     node.command(replace(start("a.1", 1), agent_boot=agent_boot))
     if agent_boot == 3:
         assert not node.answers("1.1.n1.1") and not node.spawned, "it is the newer one's"

@@ -138,6 +138,20 @@ def test_each_held_decision_is_an_alarm_of_its_own() -> None:
     assert (rest.key, str(rest)) == ("decisions-held", "2 more decisions are held")
 
 
+def test_hold_of_a_node_that_has_left_is_no_alarm() -> None:
+    """Its driver had reported a fault; the node has gone for good, and nothing could end the alarm."""
+    cluster = trained(2)
+    hold = StandingHold(
+        action="isolation", limit="isolated_share", reason="ECC", since_us=1, node="n1", cause="hardware"
+    )
+    cluster.state = replace(cluster.state, holds={"isolation/n1": hold})
+    assert [alarm.subject for alarm in hold_alarms(cluster.state)] == ["isolation.n1"]
+    assert any("ECC" in row["what"] for row in attention(cluster.state))
+    cluster.say(cluster.hosts["n1"], v.NodeLeft(node="n1", reason="sold"))
+    assert not hold_alarms(cluster.state) and not any("ECC" in row["what"] for row in attention(cluster.state))
+    assert cluster.state.holds, "it is known, should the node come back"
+
+
 def test_nodes_and_tasks_that_need_somebody_are_alarms() -> None:
     cluster = trained(2)
     cluster.append(v.NodeIsolated(node="n0", until_us=None, reason="by hand"), "coordinator", cluster.state.term)

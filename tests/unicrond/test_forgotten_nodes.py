@@ -135,7 +135,6 @@ def test_new_address_under_old_name_opens_no_incident() -> None:
             host,
             v.NodeJoined(
                 node=NODE, address=address, slots=1, store=store, agent_boot=host.boot, version=version,
-                since_boot=host.boot,
             ),
         )  # fmt: skip
         cluster.run()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from unicrond.core.nodes import outages
-from unicrond.core.nodes.brakes import hold_text, mode_text, remedy
+from unicrond.core.nodes.brakes import hold_text, mode_text, open_holds, remedy
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.alarms import Alarm, AlarmHandling
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
@@ -42,13 +42,13 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str, now_us: int
     ]
     if text := mode_text(state):
         rows.append(_row(f"mode {text}", "unicronctl mode heal", "plan"))
-    rows += [_row(hold_text(hold), remedy(hold), "cluster") for hold in state.holds.values()]
+    rows += [_row(hold_text(hold), remedy(hold), "cluster") for hold in open_holds(state)]
     for task in state.tasks.values():
         if text := _trouble_of_task(state, task):
             has_failed = task.status is TaskStatus.FAILED
-            remedy = f"unicronctl {'logs' if has_failed else 'describe task'} {task.name}"
+            command = f"unicronctl {'logs' if has_failed else 'describe task'} {task.name}"
             alarm = f"task-{'failed' if has_failed else 'waiting'}:{task.name}"
-            rows.append(_row(f"task {task.name} {text}", remedy, "tasks", alarm))
+            rows.append(_row(f"task {task.name} {text}", command, "tasks", alarm))
     rows += [
         _row(f"node {node.name} {text}", f"unicronctl story node {node.name}", "cluster", f"{name}:{node.name}")
         for node in state.nodes.values()

@@ -241,6 +241,13 @@ def _release(task: str, time_us: int, now_us: int) -> tuple[str, int]:
 # --- for people ----------------------------------------------------------------------------------
 
 
+def open_holds(state: ClusterState) -> list[StandingHold]:
+    """Return the holds that need somebody: not those of a node that has left, which carries nothing. What it is accused
+    of is known all the same, should it come back."""
+    left = {node.name for node in state.nodes.values() if node.status is NodeStatus.LEFT} if state.holds else set()
+    return [hold for hold in state.holds.values() if hold.action != "isolation" or hold.node not in left]
+
+
 def hold_text(hold: StandingHold) -> str:
     """Say what is not done, and why it would be."""
     action = v.held_action(hold.action, node=hold.node, task=hold.task, worker=hold.worker)

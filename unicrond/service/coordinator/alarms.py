@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from unicrond.core.fold import LEAP_MAX_US
-from unicrond.core.nodes.brakes import hold_subject, hold_text
+from unicrond.core.nodes.brakes import hold_subject, hold_text, open_holds
 from unicrond.core.nodes.liveness import OWN_NAME
 from unicrond.core.nodes.outages import outage_texts
 from unicrond.core.state.alarms import Alarm
@@ -136,7 +136,7 @@ def clock_alarms(lead_us: int) -> list[Alarm]:
 
 def hold_alarms(state: ClusterState) -> list[Alarm]:
     """Return an alarm for each decision that is held, the oldest HOLDS_MAX, and one of the others together."""
-    holds = list(state.holds.values())
+    holds = open_holds(state)
     alarms = [
         Alarm("decisions-held", f"{clean(hold_text(hold))} since {to_the_second(hold.since_us)}", hold_subject(hold))
         for hold in holds[:HOLDS_MAX]
