@@ -30,6 +30,7 @@ from unicrond.core.nodes.liveness import OWN_NAME
 from unicrond.core.planning.solver import solve
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.field_faults import faults
+from unicrond.core.state.ordered_map import put_all
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Plan, Task, TaskStatus
 from unicrond.core.tasks.task_validation import task_problems
@@ -145,7 +146,7 @@ def with_changes(state: ClusterState, policy: Policy, changes: ClusterChanges) -
             raise WhatIfError(f"set: {path}: no such setting; give tasks.TASK.FIELD or policy.FIELD")
     for name, task in tasks.items():
         _require_valid(state.tasks[name], task)
-    state = replace(state, tasks=state.tasks | tasks)
+    state = replace(state, tasks=put_all(state.tasks, tasks))
     for name in changes.lose:
         state = _without_node(state, name)
     return _with_nodes(state, changes), policy

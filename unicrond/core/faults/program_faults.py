@@ -242,9 +242,9 @@ def back_off_us(crashes: Crashes) -> int:
 
 def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
     """Yield (id, length in microseconds): `restart:`, with the count of faults in the id."""
-    for task in state.tasks.values():
+    for task in state.active:
         crashes = task.troubles.crashes
-        if crashes is not None and crashes.waits and task.status is TaskStatus.ACTIVE:
+        if crashes is not None and crashes.waits:
             left_us = crashes.last_us + back_off_us(crashes) - state.now_us
             yield f"restart:{task.name}#{crashes.last_us}", max(0, left_us)
 

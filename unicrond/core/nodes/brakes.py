@@ -190,7 +190,7 @@ def _is_open(state: ClusterState, hold: StandingHold) -> bool:
 
 def blows(state: ClusterState, node: str) -> int:
     """Count what active tasks hold against the node."""
-    troubles = [task.troubles for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+    troubles = [task.troubles for task in state.active]
     return sum([trouble.strikes.get(node, 0) + trouble.breaks.get(node, 0) for trouble in troubles])
 
 

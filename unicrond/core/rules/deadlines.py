@@ -18,7 +18,7 @@ from unicrond.core.nodes import brakes, isolation, outages
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.state import ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.core.state.state import ClusterState, Severity, WorkerStatus
 from unicrond.core.tasks import starvation as turns
 
 _SECOND_US = 1_000_000
@@ -50,9 +50,7 @@ def _standing(survey: Survey) -> dict[str, int]:
     standing.update(outages.deadlines(state, policy))
     standing.update(departures.deadlines(state, policy, survey.nodes.dated))
     standing.update(forgetting.deadlines(state, survey.nodes.left_nodes, policy.forget_s))
-    for task in state.tasks.values():
-        if task.status is not TaskStatus.ACTIVE:
-            continue
+    for task in survey.active:
         standing.update(links.deadlines(state, task))
         if survey.settled(task):
             continue

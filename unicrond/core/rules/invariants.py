@@ -37,7 +37,7 @@ def newly_broken(before: ClusterState, after: ClusterState, event: v.AnyEvent) -
     """
     if after.tasks is not before.tasks:
         name = getattr(event, "task", "")
-        touched = (name,) if name else tuple(after.tasks)
+        touched = (name,) if name else tuple(changed(before.tasks, after.tasks))
         for task_name in touched:
             task, was = after.tasks.get(task_name), before.tasks.get(task_name)
             if task is None or task is was:
@@ -54,9 +54,8 @@ def newly_broken(before: ClusterState, after: ClusterState, event: v.AnyEvent) -
 
 def _stories(state: ClusterState, since: ClusterState) -> Iterator[str]:
     touched = dict.fromkeys(changed(since.nodes, state.nodes))
-    for name, task in state.tasks.items():
-        was = since.tasks.get(name)
-        if was is task:
+    for was, task in changed(since.tasks, state.tasks).values():
+        if task is None:
             continue
         yield _task_story(task, was)
         differ = changed(was.workers if was else {}, task.workers)

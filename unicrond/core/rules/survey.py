@@ -29,7 +29,7 @@ from unicrond.core.tasks import starvation as turns
 from unicrond.core.tasks.quotas import over_quota
 from unicrond.core.tasks.reconcile import Staffing, seat
 from unicrond.core.tasks.reshaping import layouts_of
-from unicrond.core.worth.waf import has_scale, linear_flops, throughput
+from unicrond.core.worth.waf import has_scale, linear_flops, throughput, worth_stays
 from unicrond.events.vocabulary import MemoryService, TaskAssignment, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 
@@ -174,6 +174,11 @@ class Survey:
         self._seated: dict[str, tuple[Membership | None, TaskAssignment | None, bool]] = (
             before._seated if before else {}
         )
+        #: What `linear` was last, and of which state.
+        self._linear: tuple[ClusterState, int] | None = None
+        if before is not None:
+            known = before.__dict__.get("linear")
+            self._linear = before._linear if known is None else (before.state, known)
         #: Per node, whether the plan would have room without it, with the plan and what it was made for.
         self._room: dict[str, tuple[tuple[int, str], bool]] = before._room if before else {}
 
@@ -312,6 +317,8 @@ class Survey:
     @cached_property
     def linear(self) -> int:
         """FLOP/s of one worker of a task of which nothing is known."""
+        if self._linear is not None and worth_stays(self._linear[0], self.state):
+            return self._linear[1]
         return linear_flops(self.state)
 
     @cached_property

@@ -19,7 +19,7 @@ def with_node(state: ClusterState, node: Node) -> ClusterState:
 
 def with_task(state: ClusterState, task: Task) -> ClusterState:
     """Return the state with `task` in place of what it held under that name."""
-    return replace(state, tasks=state.tasks | {task.name: task})
+    return replace(state, tasks=put(state.tasks, task.name, task))
 
 
 def with_worker(task: Task, worker: Worker) -> Task:

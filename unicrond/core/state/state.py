@@ -6,8 +6,8 @@ Rules
 * Only what the log said is here: no clock, no connection, nothing that a replay could not rebuild.
 * Collections iterate in insertion order, and insertion order is log order: no sets. Those that grow with the cluster
   change at the cost of the change (ordered_map.py).
-* What follows from the rest and is asked for often is carried along: `Task.tally`, `ClusterState.by_node`. It is in no
-  bytes, and makes no two states differ.
+* What follows from the rest and is asked for often is carried along: `Task.tally`, `ClusterState.by_node`, `open`. It
+  is in no bytes, and makes no two states differ.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unicrond.core.state.holds import Silence as Silence
 from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth, Stray
 from unicrond.core.state.node_parts import NodeLogin as NodeLogin
+from unicrond.core.state.open_tasks import OpenTasks
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.refusals import Refusal, RefusalTally
 from unicrond.core.state.task_parts import (
@@ -242,6 +243,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.tally.able == len(self.member_names)
 
     @property
+    def is_open(self) -> bool:
+        """Return whether something may be left to do for it."""
+        return (
+            self.status is TaskStatus.ACTIVE
+            or bool(self.workers)
+            or bool(self.copies.holdings)
+            or bool(self.troubles.local_faults)
+        )
+
+    @property
     def at_rest(self) -> bool:
         """Return whether no process of the task can be running on a node that is reachable."""
         return self.tally.lost_workers == len(self.workers)
@@ -384,7 +395,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     term: int = always(0)
     severity: dict[str, int] = always({})
     nodes: Mapping[str, Node] = always({})
-    tasks: dict[str, Task] = always({})
+    tasks: Mapping[str, Task] = always({})
     incidents: dict[str, Incident] = always({})
     closed_incidents: tuple[Incident, ...] = always(())
     incidents_total: int = always(0)
@@ -416,6 +427,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     configured_mode: Mode = "heal"
     refused_observations: dict[str, RefusalTally] = {}
     by_node_cache: ByNode | None = None
+    open_tasks_cache: OpenTasks | None = None
 
     @property
     def by_node(self) -> ByNode:
@@ -427,13 +439,22 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return index
 
     @property
+    def open(self) -> list[Task]:
+        """The tasks for which something may be left to do (open_tasks.py), in the order that decides ties; cached."""
+        index = self.open_tasks_cache
+        if index is None or index.tasks is not self.tasks:
+            index = OpenTasks(self.tasks, index)
+            force_setattr(self, "open_tasks_cache", index)  # a cache, not a change
+        return [self.tasks[name] for name in index.names]
+
+    @property
     def active(self) -> list[Task]:
         """The tasks to plan for, in the order that decides ties."""
-        return [task for task in self.tasks.values() if task.status is TaskStatus.ACTIVE]
+        return [task for task in self.open if task.status is TaskStatus.ACTIVE]
 
 
 #: Fields that follow from the others.
-DERIVED = ("tally_cache", "lateness_cache", "by_node_cache")
+DERIVED = ("tally_cache", "lateness_cache", "by_node_cache", "open_tasks_cache")
 #: How many closed incidents the state remembers, and how many returns of a node; the log has all.
 CLOSED_INCIDENTS_MAX, RETURNS_MAX = 200, 16
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.

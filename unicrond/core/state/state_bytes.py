@@ -258,6 +258,5 @@ def _flat(state: ClusterState) -> Any:
 
 def _cut(flat: Any) -> ClusterState:
     values = dict(zip(_STATE_FIELDS, map(_cheap, _values_of_state(flat)), strict=True))
-    values |= {name: form.cut(values[name]) for name, form in _FORMS.items()}
-    values["nodes"] = ordered(values["nodes"])
+    values |= {name: ordered(form.cut(values[name])) for name, form in _FORMS.items()}
     return ClusterState(**values)

@@ -44,8 +44,7 @@ class ByNode:
         self._on: immutables.Map[str, tuple[tuple[str, str], ...]] = before._on if before else immutables.Map()
         previous = before.tasks if before else {}
         moves: dict[str, list[tuple[str, str, bool]]] = {}
-        for name in dict.fromkeys([*previous, *tasks]):
-            was, now = previous.get(name), tasks.get(name)
+        for name, (was, now) in changed(previous, tasks).items():
             old, new = was.workers if was else {}, now.workers if now else {}
             if same_names(old, new):
                 continue

@@ -34,7 +34,7 @@ def ranks(state: ClusterState) -> dict[str, int]:
     """Return the tasks whose floors go before others', with their ranks; the highest first."""
     if not state.starvation_us:
         return {}
-    active = [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+    active = state.active
     served = sorted((task for task in active if task.turn.turn_since_us), key=lambda task: task.turn.turn_since_us)
     overdue = sorted((task for task in active if task.turn.overdue_us), key=lambda task: task.turn.waits_since_us)
     return {task.name: TURNS_MAX - place for place, task in enumerate([*served, *overdue][:TURNS_MAX])}
@@ -42,10 +42,8 @@ def ranks(state: ClusterState) -> dict[str, int]:
 
 def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
     """Yield (id, length in microseconds): `wait:` and `turn:`, each with its beginning in the id."""
-    for task in state.tasks.values():
+    for task in state.active if state.starvation_us else ():
         turn = task.turn
-        if task.status is not TaskStatus.ACTIVE or not state.starvation_us:
-            continue
         if turn.waits_since_us and not turn.overdue_us:
             yield f"wait:{task.name}#{turn.waits_since_us}", _left_us(state, turn.waits_since_us)
         if turn.turn_since_us:

@@ -38,7 +38,7 @@ from typing import NamedTuple, TypedDict
 from msgspec.structs import replace
 
 from unicrond.core.nodes.gpu_types import on_type
-from unicrond.core.state.state import ClusterState, Incident, Plan, Severity, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Incident, Plan, Severity, Task
 from unicrond.core.state.work_ledger import Account, Charge, Ledger
 from unicrond.core.worth.waf import best_waf, has_scale, linear_flops, waf, worth_stays
 from unicrond.events import vocabulary as v
@@ -168,13 +168,12 @@ def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> 
 
     as_before = same_worth or linear() == linear_flops(before)
     accounts = {}
-    for task in after.tasks.values():
-        if task.status is TaskStatus.ACTIVE:
-            old = after.ledger.accounts.get(task.name)
-            is_unchanged = as_before and old is not None and before.tasks.get(task.name) is task
-            accounts[task.name] = _account(
-                after, task, old or Account(since_us=after.now_us), linear, is_unchanged=is_unchanged
-            )
+    for task in after.active:
+        old = after.ledger.accounts.get(task.name)
+        is_unchanged = as_before and old is not None and before.tasks.get(task.name) is task
+        accounts[task.name] = _account(
+            after, task, old or Account(since_us=after.now_us), linear, is_unchanged=is_unchanged
+        )
     healthy = after.ledger.healthy
     if not same_worth or before.plan is not after.plan:
         healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)

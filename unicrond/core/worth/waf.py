@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from unicrond.core.nodes.gpu_types import spec_on
 from unicrond.core.planning.problem import Curve, Number
+from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.work import LINEAR_FLOPS
 from unicrond.core.tasks.reshaping import layout_key, layouts_of, most_workers
@@ -226,11 +227,8 @@ def worth_stays(before: ClusterState, after: ClusterState) -> bool:
         return True
     if len(before.tasks) != len(after.tasks):
         return False
-    for name, task in after.tasks.items():
-        was = before.tasks.get(name)
-        if was is task:
-            continue
-        if was is None or was.spec is not task.spec or was.status is not task.status:
+    for was, task in changed(before.tasks, after.tasks).values():
+        if was is None or task is None or was.spec is not task.spec or was.status is not task.status:
             return False
         if was.pace.measurements is not task.pace.measurements or was.pace.other_layouts is not task.pace.other_layouts:
             return False
