@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from unicrond.agents.trainer.loop.hook import Hook as Hook
     from unicrond.agents.trainer.loop.hook import Local as Local
 
-PROJECT = "unicrond"
 VERSION = "0.1.0"
 
 

@@ -181,7 +181,8 @@ planner.refresh(situation)
 once = resident("VmHWM")
 planner.refresh(situation)  # the old rows and the new ones at once
 twice = resident("VmHWM")
-sizes = {"rows": planner.rows_bytes, "first": once - before, "second": twice - before, "process": before}
+rows = sum(sweep.prefixes.nbytes + sweep.suffixes.nbytes for sweep in planner._sweeps.values())
+sizes = {"rows": rows, "first": once - before, "second": twice - before, "process": before}
 print(json.dumps(sizes))
 """
 

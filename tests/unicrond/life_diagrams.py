@@ -11,11 +11,50 @@ from pathlib import Path
 
 from unicrond.core.state import incident_lifecycle as incident_life
 from unicrond.core.state import worker_lifecycle as worker_life
+from unicrond.core.state.incident_lifecycle import IncidentTrigger
 from unicrond.core.state.state import WorkerStatus
+from unicrond.events import vocabulary as v
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "lives.md"
 
 Moves = Mapping[str, Mapping[str | None, str | None]]
+
+_B = IncidentTrigger
+_REPORTS = (
+    _B.SYMPTOM_OPENS,
+    _B.CAUSE_OPENS,
+    _B.FACT_JOINS,
+    _B.CAUSE_NAMES,
+)
+#: The triggers that each event may be.
+TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
+    v.ErrorReported: _REPORTS,
+    v.HangSuspected: _REPORTS,
+    v.CorruptionSuspected: _REPORTS,
+    v.AcceleratorReported: _REPORTS,
+    v.WorkerExited: _REPORTS,
+    v.CommandFailed: _REPORTS,
+    v.DeadlineExpired: (_B.TIME_IS_UP, *_REPORTS),
+    v.NodeLost: (
+        _B.SYMPTOM_OPENS,
+        _B.CAUSE_OPENS,
+        _B.TAKEN_OVER,
+        _B.CAUSE_NAMES,
+    ),
+    v.NodesLost: (_B.CAUSE_OPENS, _B.FACT_JOINS, _B.TAKEN_OVER),
+    v.SilenceHeld: (_B.SYMPTOM_OPENS,),
+    v.NodeJoined: (
+        _B.SYMPTOM_OPENS,
+        _B.CAUSE_OPENS,
+        _B.TAKEN_OVER,
+        _B.CAUSE_NAMES,
+    ),
+    v.SilenceEnded: (_B.CAUSE_NAMES,),
+    v.IncidentEscalated: (_B.WORKER_GIVEN_UP,),
+    v.WorkersWithdrawn: (_B.WORKER_GIVEN_UP, _B.CAUSE_OPENS),
+    v.NodeIsolated: (_B.NODE_ISOLATED,),
+    v.TransitionCompleted: (_B.CLOSES,),
+}
 
 _WORKER = """\
 A row is an event of the log, a column the worker's status when it comes. An empty field: the event changes nothing.
@@ -44,7 +83,7 @@ def document() -> str:
     """The whole page."""
     worker: Moves = {event.__name__: row for event, row in worker_life.MOVES.items()}
     brought = {
-        trigger: [event.__name__ for event, may in incident_life.TRIGGERS.items() if trigger in may]
+        trigger: [event.__name__ for event, may in TRIGGERS.items() if trigger in may]
         for trigger in incident_life.IncidentTrigger
     }
     events = "\n".join(f"| {trigger} | {', '.join(names)} |" for trigger, names in brought.items())

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from tests.replay.logs import eventful
-from tests.unicrond.life_diagrams import DOCUMENT, document
+from tests.unicrond.life_diagrams import DOCUMENT, TRIGGERS, document
 from tests.unicrond.test_decide import random_life, two_tasks
 from unicrond.core.replayer import steps
 from unicrond.core.state import incident_lifecycle as incident_life
 from unicrond.core.state import worker_lifecycle as worker_life
-from unicrond.core.state.incident_lifecycle import TRIGGERS, IncidentPhase, IncidentTrigger, phase
+from unicrond.core.state.incident_lifecycle import IncidentPhase, IncidentTrigger, phase
 from unicrond.core.state.state import ClusterState, WorkerStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry

@@ -184,11 +184,6 @@ class Planner:
         self._sweeps: dict[_Key, _Sweep] = {}
         self.table: PlanTable | None = None
 
-    @property
-    def rows_bytes(self) -> int:
-        """Return the memory of the rows in bytes."""
-        return sum(sweep.prefixes.nbytes + sweep.suffixes.nbytes for sweep in self._sweeps.values())
-
     def refresh(self, situation: Situation) -> PlanTable:
         """Build the table for the situation and keep it: to be done after every event, off the event loop."""
         self.table = None

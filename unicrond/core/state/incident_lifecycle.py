@@ -23,7 +23,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from unicrond.core.state.state import Incident, Severity
-from unicrond.events import vocabulary as v
 
 
 class IncidentPhase(StrEnum):
@@ -73,27 +72,6 @@ MOVES: Mapping[IncidentTrigger, Mapping[IncidentPhase | None, IncidentPhase | No
     },
     _B.TAKEN_OVER: dict.fromkeys(_OPEN),
     _B.CLOSES: dict.fromkeys(_OPEN, _P.CLOSED),
-}
-
-_REPORTS = (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.FACT_JOINS, _B.CAUSE_NAMES)
-#: The triggers that each event may be.
-TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
-    v.ErrorReported: _REPORTS,
-    v.HangSuspected: _REPORTS,
-    v.CorruptionSuspected: _REPORTS,
-    v.AcceleratorReported: _REPORTS,
-    v.WorkerExited: _REPORTS,
-    v.CommandFailed: _REPORTS,
-    v.DeadlineExpired: (_B.TIME_IS_UP, *_REPORTS),
-    v.NodeLost: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER, _B.CAUSE_NAMES),
-    v.NodesLost: (_B.CAUSE_OPENS, _B.FACT_JOINS, _B.TAKEN_OVER),
-    v.SilenceHeld: (_B.SYMPTOM_OPENS,),
-    v.NodeJoined: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER, _B.CAUSE_NAMES),
-    v.SilenceEnded: (_B.CAUSE_NAMES,),
-    v.IncidentEscalated: (_B.WORKER_GIVEN_UP,),
-    v.WorkersWithdrawn: (_B.WORKER_GIVEN_UP, _B.CAUSE_OPENS),
-    v.NodeIsolated: (_B.NODE_ISOLATED,),
-    v.TransitionCompleted: (_B.CLOSES,),
 }
 
 
