@@ -100,8 +100,8 @@ def test_index_is_what_a_fresh_one_is(start: int, changes: list[tuple[int, TaskS
     for place, (number, status, local) in enumerate(changes):
         before, state = state, with_task(state, task_of(f"t{number}", status, local=local))
         if place % 3:
-            assert [task.name for task in state.open] == list(OpenTasks(state.tasks).names)
+            assert [task.name for task in state.open_tasks] == list(OpenTasks(state.tasks).names)
         else:
-            assert before.open is not None
-    assert [task.name for task in state.open] == list(OpenTasks(state.tasks).names)
+            assert before.open_tasks is not None
+    assert [task.name for task in state.open_tasks] == list(OpenTasks(state.tasks).names)
     assert state.active == [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]

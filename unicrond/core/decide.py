@@ -75,7 +75,7 @@ def _reconcile(batch: DecisionBatch, solutions: Mapping[Problem, Solution], *, g
             batch.add(plans.compact_plan(survey, plan))
             batch.tell_plan(plans.held_changes(survey, solutions))
     links.probe_groups(batch)
-    unsettled = [task for task in state.open if not memberships.settled(survey, task)]
+    unsettled = [task for task in state.open_tasks if not memberships.settled(survey, task)]
     for task in unsettled:
         request = task.reshaping.reshape
         if task.status is TaskStatus.ACTIVE and request is not None and (fresh or not task.reshaping.plan):
@@ -88,7 +88,7 @@ def _reconcile(batch: DecisionBatch, solutions: Mapping[Problem, Solution], *, g
         staff.end_unwanted(batch, task)
     batch.end_strays()
     links.watch_links(batch)
-    for task in state.open:
+    for task in state.open_tasks:
         copies.tell_peers(batch, task)
         copies.drop_state(batch, task)
     for incident in state.incidents.values():

@@ -93,7 +93,7 @@ def forgiven(state: ClusterState, node: str) -> ClusterState:
 def accused_nodes(state: ClusterState) -> Iterator[tuple[str, str]]:
     """Yield the nodes on which losses were refuted again, and the reason."""
     refuted: dict[str, dict[str, LocalFault]] = {}
-    for task in state.open:
+    for task in state.open_tasks:
         for node, fault in task.troubles.local_faults.items():
             if fault.refuted and state.now_us - fault.at_us <= TOGETHER_US:
                 refuted.setdefault(node, {})[task.name] = fault

@@ -244,8 +244,8 @@ def _release(task: str, time_us: int, now_us: int) -> tuple[str, int]:
 def open_holds(state: ClusterState) -> list[StandingHold]:
     """Return the holds that need somebody: not those of a node that has left, which carries nothing. What it is accused
     of is known all the same, should it come back."""
-    left = {node.name for node in state.nodes.values() if node.status is NodeStatus.LEFT} if state.holds else set()
-    return [hold for hold in state.holds.values() if hold.action != "isolation" or hold.node not in left]
+    leavers = {node.name for node in state.nodes.values() if node.status is NodeStatus.LEFT} if state.holds else set()
+    return [hold for hold in state.holds.values() if hold.action != "isolation" or hold.node not in leavers]
 
 
 def hold_text(hold: StandingHold) -> str:

@@ -175,10 +175,7 @@ class Survey:
             before._seated if before else {}
         )
         #: What `linear` was last, and of which state.
-        self._linear: tuple[ClusterState, int] | None = None
-        if before is not None:
-            known = before.__dict__.get("linear")
-            self._linear = before._linear if known is None else (before.state, known)
+        self._linear = _last_linear(before)
         #: Per node, whether the plan would have room without it, with the plan and what it was made for.
         self._room: dict[str, tuple[tuple[int, str], bool]] = before._room if before else {}
 
@@ -326,6 +323,14 @@ class Survey:
         """The most slots of a node that is there or may come back: a larger tensor-parallel group finds no seat."""
         slots = [node.slots for node in self.state.nodes.values() if node.status is not NodeStatus.LEFT]
         return max(slots, default=0)
+
+
+def _last_linear(before: Survey | None) -> tuple[ClusterState, int] | None:
+    """Return the newest state of which `linear` was asked for, and the answer."""
+    if before is None:
+        return None
+    linear = before.__dict__.get("linear")
+    return before._linear if linear is None else (before.state, linear)
 
 
 def _alike(before: Worker | None, after: Worker | None) -> bool:

@@ -8,6 +8,7 @@
 | `NodeHealth` | what speaks against the machine | folding/nodes.py, accelerators.py |
 | `NodeDeparture` | that it leaves, or is removed | folding/nodes.py |
 | `Stray` | a process there that belongs to no task | folding/strays.py |
+| `Window` | a maintenance window; in the state, beside the nodes | nodes/drains.py |
 | `NodeLogin` | of an enrolled node, with which key it logs in; in the state, beside the nodes | folding/nodes.py |
 
 In bytes and in JSON a node is flat (state_bytes.py); `name=` is a field's key there, where it has another.
@@ -131,3 +132,13 @@ class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     key: str
     expires_us: int = 0
     is_used: bool = False
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A maintenance window (drains.py). `near`: it is time to empty its nodes."""
+
+    nodes: tuple[str, ...]
+    from_us: int
+    until_us: int
+    reason: str
+    near: bool = False

@@ -6,8 +6,8 @@ Rules
 * Only what the log said is here: no clock, no connection, nothing that a replay could not rebuild.
 * Collections iterate in insertion order, and insertion order is log order: no sets. Those that grow with the cluster
   change at the cost of the change (ordered_map.py).
-* What follows from the rest and is asked for often is carried along: `Task.tally`, `ClusterState.by_node`, `open`. It
-  is in no bytes, and makes no two states differ.
+* What follows from the rest and is asked for often is carried along: `Task.tally`, `ClusterState.by_node` and
+  `open_tasks`. It is in no bytes, and makes no two states differ.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unicrond.core.state.holds import Silence as Silence
 from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth, Stray
 from unicrond.core.state.node_parts import NodeLogin as NodeLogin
+from unicrond.core.state.node_parts import Window as Window
 from unicrond.core.state.open_tasks import OpenTasks
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.refusals import Refusal, RefusalTally
@@ -245,12 +246,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_open(self) -> bool:
         """Return whether something may be left to do for it."""
-        return (
-            self.status is TaskStatus.ACTIVE
-            or bool(self.workers)
-            or bool(self.copies.holdings)
-            or bool(self.troubles.local_faults)
-        )
+        is_remembered = bool(self.workers or self.copies.holdings or self.troubles.local_faults)
+        return self.status is TaskStatus.ACTIVE or is_remembered
 
     @property
     def at_rest(self) -> bool:
@@ -362,16 +359,6 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fault: Fault
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A maintenance window (drains.py). `near`: it is time to empty its nodes."""
-
-    nodes: tuple[str, ...]
-    from_us: int
-    until_us: int
-    reason: str
-    near: bool = False
-
-
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
 
@@ -439,8 +426,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return index
 
     @property
-    def open(self) -> list[Task]:
-        """The tasks for which something may be left to do (open_tasks.py), in the order that decides ties; cached."""
+    def open_tasks(self) -> list[Task]:
+        """Return the tasks for which something may be left to do (open_tasks.py), in their order; cached."""
         index = self.open_tasks_cache
         if index is None or index.tasks is not self.tasks:
             index = OpenTasks(self.tasks, index)
@@ -450,7 +437,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def active(self) -> list[Task]:
         """The tasks to plan for, in the order that decides ties."""
-        return [task for task in self.open if task.status is TaskStatus.ACTIVE]
+        return [task for task in self.open_tasks if task.status is TaskStatus.ACTIVE]
 
 
 #: Fields that follow from the others.
