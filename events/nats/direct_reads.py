@@ -53,16 +53,14 @@ class DirectReads:
 
     async def present(self, seq: int, subject: str = ">") -> AsyncGenerator[list[StoredMessage], None]:
         """Yield the messages on `subject` from `seq` on, in batches, until the stream has no more. Raises NoReply."""
+        await self._ask(seq, subject)
         while True:
-            request = {"seq": seq, "batch": BATCH, "max_bytes": BATCH_BYTES, "next_by_subj": subject}
-            await self._session.publish(
-                f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(request).encode(), reply=self._inbox
-            )
             batch, is_end = await self._answers()
+            if batch and not is_end:
+                await self._ask(batch[-1].seq + 1, subject)  # answered while the reader works on this batch
             if batch:
                 yield batch
-                seq = batch[-1].seq + 1
-            if is_end:
+            if is_end or not batch:
                 return
 
     async def follow(self, seq: int, is_alive: Callable[[], None]) -> AsyncGenerator[list[StoredMessage], None]:
@@ -88,21 +86,29 @@ class DirectReads:
         batch: list[StoredMessage] = []
         while True:
             raw_headers, body = await self._next()
-            status, headers = parse_headers(raw_headers)
-            if "Nats-Sequence" not in headers:  # else a message, though its writer may have given it a status
-                if status == "404":
-                    return batch, True
-                if status == "204":
-                    return batch, headers.get("Nats-Num-Pending") == "0"
-                raise NoReply(f"direct get of {self._stream}: {status} {headers.get('Description', '')}")
             try:
-                message = direct_answer(headers, body)
-                is_next = not batch or int(headers["Nats-Last-Sequence"]) == batch[-1].seq
-            except (KeyError, ValueError) as error:
+                answer = direct_answer(raw_headers, body)
+            except ValueError as error:
                 raise NoReply(f"direct get of {self._stream}: an answer cannot be read: {error!r}") from None
-            if not is_next:
+            if answer is None:
+                return batch, self._is_end(raw_headers)
+            last_seq, message = answer
+            if batch and last_seq != batch[-1].seq:
                 raise NoReply(f"direct get of {self._stream}: answers before sequence {message.seq} were lost")
             batch.append(message)
+
+    def _is_end(self, raw_headers: bytes) -> bool:
+        """Say whether the end of an answer is the end of the stream. Raises NoReply where it is an error."""
+        status, headers = parse_headers(raw_headers)
+        if status not in ("204", "404"):
+            raise NoReply(f"direct get of {self._stream}: {status} {headers.get('Description', '')}")
+        return status == "404" or headers.get("Nats-Num-Pending") == "0"
+
+    async def _ask(self, seq: int, subject: str) -> None:
+        request = {"seq": seq, "batch": BATCH, "max_bytes": BATCH_BYTES, "next_by_subj": subject}
+        await self._session.publish(
+            f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(request).encode(), reply=self._inbox
+        )
 
     async def _next(self) -> tuple[bytes, bytes]:
         while not self._queue:

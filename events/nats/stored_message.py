@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from nats.aio.msg import Msg
 
 from unicrond.events.vocabulary.phrases import EPOCH
+
+#: The server's own headers in an answer to a direct get of many messages.
+_STREAM = b"\r\nNats-Stream: "
+_ADDED = re.compile(
+    rb"[^\r]*\r\nNats-Subject: ([^\r]*)\r\nNats-Sequence: (\d+)\r\nNats-Time-Stamp: ([^\r]*)"
+    rb"\r\nNats-Num-Pending: \d+\r\nNats-Last-Sequence: (\d+)\r\n"
+)
+_MICROSECOND = timedelta(microseconds=1)
 
 
 class StoredMessage(NamedTuple):
@@ -48,9 +57,19 @@ def delivery(
     return number, StoredMessage(seq, at_ns // 1000, subject, body, headers, message_id)
 
 
-def direct_answer(headers: dict[str, str], body: bytes) -> StoredMessage:
-    """Parse an answer to a direct get. Raises KeyError, ValueError where it is none."""
-    at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
-    at_us = (at - EPOCH) // timedelta(microseconds=1)
-    seq, message_id = int(headers["Nats-Sequence"]), headers.get("Nats-Msg-Id", "")
-    return StoredMessage(seq, at_us, headers["Nats-Subject"], body, None, message_id)
+def direct_answer(headers: bytes, body: bytes) -> tuple[int, StoredMessage] | None:
+    """Parse an answer to a direct get; return the sequence before it in the same batch, and the message. None: it is no
+    message, but says something of the request.
+
+    The server's own headers are the last ones, whatever the writer of the message has put before them. Raises
+    ValueError where they cannot be read.
+    """
+    begin = headers.rfind(_STREAM)
+    if begin < 0:
+        return None
+    match = _ADDED.match(headers, begin + len(_STREAM))
+    if match is None:
+        raise ValueError(f"no answer to a direct get of many: {headers!r:.200}")
+    subject, seq, time, last_seq = match.groups()
+    at_us = (datetime.fromisoformat(time.decode()) - EPOCH) // _MICROSECOND
+    return int(last_seq), StoredMessage(int(seq), at_us, subject.decode(), body, None, message_id_in(headers[:begin]))

@@ -324,6 +324,28 @@ async def test_no_answer_moves_anything_on_one_server(tmp_path: Path) -> None:
             assert after == before, f"{login} has moved something"
 
 
+async def test_open_server_takes_keys_and_keeps_its_log(tmp_path: Path) -> None:
+    users = [load_or_create_key(tmp_path, login).user for login in (Role.READER, "agent-n1")]
+    server = EmbeddedServer(tmp_path / "nats", dies_with_us=True)
+    async with AsyncExitStack() as stack:
+        await server.start()
+        stack.push_async_callback(server.kill)
+
+        async def link(login: Login) -> Connection:
+            connection = await connect(server.url, name="test", login=login, timeout_s=10)
+            stack.push_async_callback(connection.close)
+            return connection
+
+        stranger = await link(Login())
+        await create_streams(stranger)
+        assert await NatsEventLog(stranger).append([fact(1)]) == [1]
+        assert await EmbeddedServer(server.directory, users=users).start(), "adopted"
+        agent, reader = [await link(Login(key=tmp_path / f"{login}.key")) for login in ("agent-n1", Role.READER)]
+        assert await NatsEventLog(agent).append([fact(2)]) == [2]
+        assert [entry.seq async for entry in NatsEventLog(reader).read(0, until_seq=2)] == [1, 2]
+        assert not stranger.is_up
+
+
 @pytest.mark.parametrize("login", ["agent-n1", Role.READER])
 async def test_answers_move_the_log_where_all_share_an_account(tmp_path: Path, login: str) -> None:
     """The attack is one: with the same rights in one account it deletes the log."""
