@@ -61,10 +61,11 @@ class DuplicateAgents:
             self._older_heard_s = now_s
 
     def note_logged(self, boot: int, now_s: float) -> None:
-        """Note the last beat or join of the name in the log; its agent may have ended long ago."""
+        """Note the last beat or join of the name in the log; its agent may have ended long ago. `boot` 0: it was none
+        of these, as what another node has NATS answer there."""
         if boot > self._boot:
             self.outrun = max(self.outrun, boot)
-        else:
+        elif boot:
             self.note_beat(boot, now_s)
 
     def is_older_there(self, now_s: float) -> bool:

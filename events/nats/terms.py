@@ -2,6 +2,9 @@
 
 The subject of the terms is subscribed to as plain NATS messages, and read once in every session: the server need not
 keep a consumer for each agent. Between a claim and its arrival here an agent may write a younger form once more.
+
+Another node can have answers of NATS delivered on that subject, the newest claim among them (`trust/accounts.py`): a
+claim that comes again is none, and what is no event is logged once.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ class Terms:
         self._on_term = on_term
         self._on_claim = on_claim
         self._term = 0
+        self._last_claim = ""
+        self._has_warned = False
 
     def forget(self) -> None:
         """Forget the newest term: another log has replaced the previous one, and its terms begin anew."""
-        self._term = 0
+        self._term, self._last_claim = 0, ""
 
     async def ask(self) -> None:
         """Read the newest term in the log, if it can be read. Waits for the server, not for a coordinator."""
@@ -90,13 +95,16 @@ class Terms:
 
     async def _hear(self, message: Msg) -> None:
         try:
-            event = decode(message.data).event
+            envelope = decode(message.data)
         except BadEvent as error:
-            logger.warning("a message on %s is not a valid event: %s", TERM_SUBJECT, error.reason)
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
+            logger.log(level, "a message on %s is not a valid event: %s", TERM_SUBJECT, error.reason)
             return
-        if isinstance(event, CoordinatorStarted):
+        if isinstance(envelope.event, CoordinatorStarted) and envelope.event_id != self._last_claim:
+            self._last_claim = envelope.event_id
             self._on_claim()
-            self._take(event)
+            self._take(envelope.event)
 
     def _take(self, event: CoordinatorStarted) -> None:
         if event.term > self._term:

@@ -50,6 +50,13 @@ def test_logged_boot_alone_is_no_live_agent() -> None:
     assert (one.newer, one.outrun) == (0, 12)
 
 
+def test_message_without_a_boot_is_no_agent() -> None:
+    """Another node can have an answer of NATS delivered where joins are heard: nobody waits for it."""
+    one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
+    one.note_logged(0, 100.0)
+    assert not one.is_older_there(100.0) and (one.newer, one.outrun) == (0, 0)
+
+
 @pytest.fixture
 def elsewhere() -> Iterator[Path]:
     """Another machine's run directory."""

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgpack
+import pytest
 
 from tests.contracts.logs import command, started
 from unicrond.events.log.subjects import TERM_SUBJECT
@@ -83,3 +84,24 @@ async def test_terms_are_received_across_outages(nats_server: EmbeddedServer, na
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     assert heard.empty()
+
+
+async def test_repeated_claims_and_noise_are_received_once(
+    nats_connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another node can have NATS deliver them on the subject of the terms."""
+    claims: asyncio.Queue[int] = asyncio.Queue()
+    terms = Terms(nats_connection, lambda claim: claims.put_nowait(claim.term), lambda: claims.put_nowait(0))
+    await NatsEventLog(nats_connection).claim_term(started(1))
+    following = asyncio.create_task(terms.follow())
+    async with asyncio.timeout(20):
+        assert await claims.get() == 1, "it listens, and has asked"
+        session = await nats_connection.session()
+        for _ in range(5):
+            await session.publish(TERM_SUBJECT, encode(started(2)))
+            await session.publish(TERM_SUBJECT, b'{"stream":"UNICRON_EVENTS"}')
+        await session.publish(TERM_SUBJECT, encode(started(3)))
+        assert [await claims.get() for _ in range(4)] == [0, 2, 0, 3]
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert len([record for record in caplog.records if "not a valid event" in record.message]) == 1
