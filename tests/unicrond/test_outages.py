@@ -5,14 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.replay.test_story import accounts_of
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_deaf_head import returned
 from tests.unicrond.test_departures import of
 from tests.unicrond.test_liveness import NAMES, Bus, node
+from unicrond.core.fold import fold
 from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, VerdictLimiter
 from unicrond.core.nodes.outages import GATHER_MAX_US, GATHER_US, Domains, Loss, losses
+from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import NodeStatus
+from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.display.cluster_tables import nodes_table
 from unicrond.display.describe import describe_object
 from unicrond.events import vocabulary as v
@@ -160,7 +163,9 @@ def test_hold_that_is_over_leads_to_one_plan_and_later_returns_to_another() -> N
     cluster.run()
     cluster.assert_whole()
     assert len(of(cluster, v.PlanAdopted, since)) == 1 and len(members(cluster)) == 4, "two spares are used now"
-    assert "none of 3 nodes is back" in of(cluster, v.TransitionCompleted, since)[0].reason
+    (healed,) = of(cluster, v.TransitionCompleted, since)
+    assert "none of 3 nodes is back" in healed.reason
+    assert "none of 3 nodes is back" in str(describe_object(cluster.state, "incident", healed.incident))
     since = len(cluster.log)
     for name in RACKS[:2]:
         cluster.add_host(name)
@@ -388,3 +393,34 @@ def test_hold_of_no_length_is_over_at_once() -> None:
     assert length_us == 0
     cluster.pass_deadlines(name)
     assert outage_alarms(cluster.state) == [] and len(state_alarms(cluster.state)) == 3
+
+
+@pytest.mark.parametrize("hold_s", [0.0, 120.0])
+def test_survey_after_another_says_the_same_during_an_outage(hold_s: float) -> None:
+    cluster = rack_cluster(2, hold_s, spares=("d0",))
+    lose_rack(cluster, RACKS[:3])
+    cluster.run()
+    cluster.add_host("a1")
+    cluster.run()
+    cluster.pass_deadlines("return")
+    cluster.lose(cluster.hosts["c0"])
+    cluster.run()
+    cluster.cordon("d0")
+    cluster.pass_deadlines("outage")
+    cluster.run()
+    state, before = ClusterState(), None
+    for entry in cluster.log:
+        state = fold(state, entry)
+        before = Survey(state, cluster.policy, before)
+        fresh = Survey(state, cluster.policy)
+        assert (before.basis, before.capacity, before.absence) == (fresh.basis, fresh.capacity, fresh.absence)
+
+
+def test_story_of_an_outage_says_who_came_back() -> None:
+    cluster, since = held_outage(1)
+    for name in RACKS[:3]:
+        cluster.add_host(name)
+    cluster.run()
+    story = "\n".join(accounts_of(cluster.log).story("incident", f"i{since + 1}").lines)
+    assert "3 nodes lost together (a0, a1, a2): silent" in story and "node a1 joined" in story
+    assert "Of those that were lost together, 3 of 3 nodes are back, the last after" in story

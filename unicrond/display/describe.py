@@ -12,6 +12,7 @@ from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.nodes.outages import outcome
 from unicrond.core.state.state import ClusterState, Incident, Node, Task, TaskStatus
 from unicrond.core.state.state_bytes import to_json
 from unicrond.display.cluster_tables import (
@@ -217,6 +218,8 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
             else {}
         ),
     }
+    if incident.nodes:
+        facts["back"] = outcome(incident)
     if incident.state_from:
         facts["state from"] = incident.state_from
     if incident.response:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from unicrond.core.folding.stacks import incident_of
+from unicrond.core.nodes.outages import outcome
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
@@ -336,6 +337,7 @@ class Accounts(View):
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
             f" {incident.transition_us / 1e6:.3f} s later; {incident.micro_batches_repeated} micro-batches were"
             f" computed again,{_lost_work(incident)} {incident.symptoms} symptoms explained.",
+            *([f"Of those that were lost together, {outcome(incident)}."] if incident.nodes else []),
             *tail,
         ]
 

@@ -66,10 +66,8 @@ def _has_recovered(survey: Survey, task: Task, broken: int) -> bool:
 def _outcome(state: ClusterState, incident: Incident) -> str:
     """Describe, per task, how the incident ended and what was lost."""
     parts = []
-    if incident.kind == "domain_lost":
-        outage = state.outages.get(incident.id)
-        away = len(outage.away) if outage else 0
-        parts.append(outages.outcome(len(incident.nodes), away, incident.back_us - incident.detected_us))
+    if incident.nodes:
+        parts.append(outages.outcome(incident))
     for name in incident.tasks:
         task = state.tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:

@@ -74,7 +74,9 @@ def node_back(state: ClusterState, name: str) -> ClusterState:
             continue
         open_incident = state.incidents.get(incident)
         if open_incident is not None:
-            state = with_incident(state, replace(open_incident, back_us=state.now_us))
+            state = with_incident(
+                state, replace(open_incident, nodes_back=open_incident.nodes_back + 1, back_us=state.now_us)
+            )
         away = tuple([peer for peer in outage.away if peer != name])
         back = replace(
             outage,

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from unicrond.core.state.holds import Outage
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.core.state.state import ClusterState, Incident, NodeStatus
 from unicrond.events.vocabulary.phrases import abridge, count, to_the_second
 
 #: The fewest nodes of an outage; and it takes one at least of so many that are up.
@@ -92,6 +92,8 @@ class Losses(NamedTuple):
 def losses(overdue: Mapping[str, int], late: Collection[str], domains: Domains, up: int, expired_us: int) -> Losses:
     """Sort the nodes that are overdue, node -> its silence. `late`: they and those that are late; `up`: how many are
     up. Who has been silent for longer than `expired_us` waits for nobody."""
+    if not overdue:
+        return Losses((), (), ())
     labels = {domains.of.get(name, "") for name in overdue}
     if is_outage(len(overdue), up):
         return Losses((Loss(labels.pop() if len(labels) == 1 else "", tuple(overdue)),), (), ())
@@ -207,8 +209,11 @@ def outage_texts(state: ClusterState) -> dict[str, str]:
     return texts
 
 
-def outcome(nodes: int, away: int, lasted_us: int) -> str:
-    """Say how an outage of so many `nodes` ended. `lasted_us`: until the last of those that are back."""
-    if away >= nodes:
-        return f"none of {nodes} nodes is back"
-    return f"{nodes - away} of {nodes} nodes are back, the last after {lasted_us / _SECOND_US:.1f} s"
+def outcome(incident: Incident) -> str:
+    """Say how many of an outage's nodes are back, and how long it took; "" for any other incident."""
+    number = len(incident.nodes)
+    if not number or not incident.nodes_back:
+        return f"none of {count(number, 'node')} is back" if number else ""
+    lasted_s = (incident.back_us - incident.detected_us) / _SECOND_US
+    verb = "is" if incident.nodes_back == 1 else "are"
+    return f"{incident.nodes_back} of {count(number, 'node')} {verb} back, the last after {lasted_s:.1f} s"

@@ -125,9 +125,7 @@ class Survey:
         self.policy = policy
         self.active = state.active
         self.nodes: Nodes = of_nodes(state.nodes, before.nodes if before else None)
-        self.absence: outages.Absence = outages.absence(state, policy)
-        plan_slots = self._plan_slots()
-        self.capacity: Mapping[str, int] = self._with_seats(plan_slots)
+        plan_slots, self.capacity, self.absence = self._slots(before)
         self.gpus: Mapping[str, str] = self.nodes.gpus
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
@@ -179,17 +177,24 @@ class Survey:
         #: Per node, whether the plan would have room without it, with the plan and what it was made for.
         self._room: dict[str, tuple[tuple[int, str], bool]] = before._room if before else {}
 
-    def _plan_slots(self) -> Mapping[str, int]:
-        """Return the slots that the plan counts on, per node."""
-        slots = reconcile.capacity(self.state, self.nodes.slots, self.nodes.cordoned)
-        if self.absence == outages.NOBODY:
-            return slots
-        slots = {name: count for name, count in slots.items() if name not in self.absence.arrivals}
-        return slots | {name: self.state.nodes[name].slots for name in sorted(self.absence.absentees)}
+    def _slots(self, before: Survey | None) -> tuple[Mapping[str, int], Mapping[str, int], outages.Absence]:
+        """Return the slots that the plan counts on and those that it may use, per node, and who is away for a time."""
+        state, cordoned = self.state, self.nodes.cordoned
+        slots = reconcile.capacity(state, self.nodes.slots, cordoned)
+        if not state.outages:
+            return slots, slots, outages.NOBODY
+        if before is not None and not cordoned and before.policy is self.policy:
+            old = before.state
+            is_alike = old.outages is state.outages and old.nodes is state.nodes and old.plan is state.plan
+            if is_alike and [task.name for task in before.active] == [task.name for task in self.active]:
+                return before._facts[0], before.capacity, before.absence
+        absence = outages.absence(state, self.policy)
+        slots = {name: count for name, count in slots.items() if name not in absence.arrivals}
+        slots |= {name: state.nodes[name].slots for name in sorted(absence.absentees)}
+        return slots, self._with_seats(slots, absence.absentees), absence
 
-    def _with_seats(self, plan_slots: Mapping[str, int]) -> Mapping[str, int]:
+    def _with_seats(self, plan_slots: Mapping[str, int], absentees: frozenset[str]) -> Mapping[str, int]:
         """Return the slots that a plan may use: of an awaited node those of the tasks that it has there."""
-        absentees = self.absence.absentees
         if not absentees:
             return plan_slots
         assignments = [self.state.plan.assignments.get(task.name) for task in self.active]
