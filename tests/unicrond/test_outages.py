@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.replay.test_story import accounts_of
+from tests.replay.test_verify import verify
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_deaf_head import returned
 from tests.unicrond.test_departures import of
@@ -424,3 +425,22 @@ def test_story_of_an_outage_says_who_came_back() -> None:
     story = "\n".join(accounts_of(cluster.log).story("incident", f"i{since + 1}").lines)
     assert "3 nodes lost together (a0, a1, a2): silent" in story and "node a1 joined" in story
     assert "Of those that were lost together, 3 of 3 nodes are back, the last after" in story
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_decision_around_an_outage_is_made_again_by_its_log(seed: int) -> None:
+    cluster, _ = held_outage(seed, spares=("d0",))
+    cluster.kill_host(cluster.hosts["c0"])
+    cluster.lose(cluster.hosts["c0"])
+    cluster.run()
+    cluster.add_host("a0")
+    cluster.run()
+    cluster.pass_deadlines("return")
+    cluster.run()
+    cluster.pass_deadlines("outage")
+    cluster.run()
+    cluster.add_host("a1")
+    cluster.pass_deadlines("return")
+    cluster.run()
+    cluster.assert_whole()
+    verify(cluster.log)
