@@ -34,6 +34,8 @@ _READMISSION = Readmission(timeout_s=4.0, repair_timeout_s=10.0)
 
 #: A head whose own link to the log was not sound within so long may lose the lease.
 _SOUND_S = 5.0
+#: Of several types of GPU, each plan made ahead takes real time; here nobody waits for it.
+_AHEAD_MAX = 2
 
 
 class SimulatedHead:
@@ -100,6 +102,7 @@ class Coordinators:
             process=name,
         )
         coordinator = Coordinator(log, beats, settings, self.clock, repair=self._repair)
+        coordinator.foresight.ahead_max = _AHEAD_MAX
         run = coordinator.run() if lease is None else self._as_one_of_two(name, coordinator, lease, log).run()
         head = SimulatedHead(coordinator, log, run, is_leased=lease is not None)
         log.crash = lambda: self.crash(head)

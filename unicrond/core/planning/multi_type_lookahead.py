@@ -29,8 +29,8 @@ class InterruptedSolve(Exception):
     """A solve that was ended because another problem is to be solved now."""
 
 
-def likeliest(situation: Situation) -> list[NextEvent]:
-    """Return the events that are planned for, the likeliest first; at most AHEAD_MAX."""
+def likeliest(situation: Situation, most: int = AHEAD_MAX) -> list[NextEvent]:
+    """Return the events that are planned for, the likeliest first; at most `most`."""
     slots = Counter[object]()
     for node in situation.nodes:
         slots[node.load] += node.slots
@@ -41,7 +41,7 @@ def likeliest(situation: Situation) -> list[NextEvent]:
         kind = next((n for n, kind in enumerate(kinds) if isinstance(event, kind)), len(kinds))
         return kind, -slots[situation.load_of[event.node].load] if isinstance(event, NodeLoss) else 0
 
-    return sorted(situation.expected(distinct=True), key=rank)[:AHEAD_MAX]
+    return sorted(situation.expected(distinct=True), key=rank)[:most]
 
 
 def interruptible(problem: Problem, is_asked: Callable[[], bool]) -> Solution:

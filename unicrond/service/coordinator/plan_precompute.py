@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from unicrond.core.deciding.plans import PlanAnswer
-from unicrond.core.planning.multi_type_lookahead import InterruptedSolve, interruptible, likeliest
+from unicrond.core.planning.multi_type_lookahead import AHEAD_MAX, InterruptedSolve, interruptible, likeliest
 from unicrond.core.planning.problem import Problem, ProblemError
 from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
@@ -41,12 +41,13 @@ T = TypeVar("T")
 class Foresight:
     """The next plans of one coordinator. `table`: what is foreseen from plan `epoch` on, None = nothing yet.
 
-    `monotonic_us`: the clock that times answers.
+    `monotonic_us`: the clock that times answers. `ahead_max`: how many events are planned for one by one.
     """
 
     def __init__(self, monotonic_us: Callable[[], int]) -> None:
         self.table: PlanTable | None = None
         self.epoch = 0
+        self.ahead_max = AHEAD_MAX
         self._monotonic_us = monotonic_us
         self._planner = Planner()
         self._healthy: Solution | None = None
@@ -147,7 +148,7 @@ class Foresight:
 
     async def _solve_ahead(self, table: PlanTable) -> None:
         """Solve the likeliest events one by one (with several types of GPU), while nothing else is to be solved."""
-        for event in likeliest(table.situation) if table.situation.gpus else ():
+        for event in likeliest(table.situation, self.ahead_max) if table.situation.gpus else ():
             problem = table.situation.after(event)
             with suppress(InterruptedSolve, ProblemError):  # whoever asks for that plan hears why there is none
                 table.ahead[problem] = await asyncio.to_thread(interruptible, problem, lambda: self._interrupted)
