@@ -70,7 +70,7 @@ def test_foresight_matches_fresh_solve_of_own_problem() -> None:
             assert table.answer(other) is None, event
 
 
-def test_foresight_solves_likeliest_events_first_within_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foresight_solves_likeliest_events_first_within_limit() -> None:
     situation = at_rest(cluster())
     kinds = [type(event) for event in ahead.likeliest(situation)]
     assert kinds == sorted(kinds, key=[NodeLoss, NodeArrival, TaskEnd, WorkerLoss].index)
@@ -78,8 +78,7 @@ def test_foresight_solves_likeliest_events_first_within_limit(monkeypatch: pytes
     losses = [event.node for event in ahead.likeliest(situation) if isinstance(event, NodeLoss)]
     alike = [sum(n.slots for n in situation.nodes if n.load == situation.load_of[node].load) for node in losses]
     assert alike == sorted(alike, reverse=True)
-    monkeypatch.setattr(ahead, "AHEAD_MAX", 3)
-    table = ahead.fill(Planner().refresh(situation))
+    table = ahead.fill(Planner().refresh(situation), 3)
     assert len(table.ahead) == 3 == len(foreseen(table))
     assert unforeseen(table) == len(list(situation.expected(distinct=True))) - 3
 

@@ -57,9 +57,9 @@ def interruptible(problem: Problem, is_asked: Callable[[], bool]) -> Solution:
     return best_of_pools(problem, solve_unless_asked)
 
 
-def fill(table: PlanTable) -> PlanTable:
-    """Solve all plans that are made ahead, add them to the table and return it. Takes as long as the solves do."""
-    for event in likeliest(table.situation) if table.situation.gpus else ():
+def fill(table: PlanTable, most: int = AHEAD_MAX) -> PlanTable:
+    """Solve the plans that are made ahead, `most` of them, add them to the table and return it. Takes as long as the solves do."""
+    for event in likeliest(table.situation, most) if table.situation.gpus else ():
         problem = table.situation.after(event)
         table.ahead[problem] = solve(problem)
     return table
