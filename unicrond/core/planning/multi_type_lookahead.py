@@ -58,7 +58,7 @@ def interruptible(problem: Problem, is_asked: Callable[[], bool]) -> Solution:
 
 
 def fill(table: PlanTable, most: int = AHEAD_MAX) -> PlanTable:
-    """Solve the plans that are made ahead, `most` of them, add them to the table and return it. Takes as long as the solves do."""
+    """Solve the plans that are made ahead, `most` of them; add them to the table and return it. It takes as long."""
     for event in likeliest(table.situation, most) if table.situation.gpus else ():
         problem = table.situation.after(event)
         table.ahead[problem] = solve(problem)
