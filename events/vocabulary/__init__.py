@@ -36,7 +36,7 @@ from unicrond.events.vocabulary.field_types import (
     Boot, CorruptionSign, Count, ErrorKind, ExitCause, Factor, FaultKind, FaultPhase, FirstIteration, Gpu,
     LearningRate, LongText, MachineHold, Micros, NAME_PATTERN, Name, Phase, PlanMethod, Positive, PublicKey,
     RepairNeed, SERIAL_MAX, SOURCES_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
-    WORKERS_MAX, WorkerId, WorkerOrNone,
+    USER_PATTERN, WORKERS_MAX, WorkerId, WorkerOrNone,
 )
 from unicrond.events.vocabulary.holds import (
     DecisionHeld, HeldAction, HoldDecision, HoldLifted, HoldLimit, Mode, ModeRequested, held_action, hold_key,
@@ -88,6 +88,7 @@ __all__ = [
     "LANES",
     "NAME_PATTERN",
     "SERIAL_MAX", "SOURCES_MAX",
+    "USER_PATTERN",
     "WORKERS_MAX",
     "AcceleratorReported",
     "AlarmAcknowledged", "AlarmAssigned", "AlarmEnded", "AlarmSilenced",

@@ -21,7 +21,8 @@ WorkerOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_
 #: The public nkey of a user.
 PublicKey: TypeAlias = Annotated[str, Meta(pattern=r"^U[A-Z2-7]{55}\Z")]
 #: A user of a node, or none.
-User: TypeAlias = Annotated[str, Meta(pattern=r"^([a-z_][a-z0-9_.-]{0,31})?\Z")]
+USER_PATTERN = r"^([a-z_][a-z0-9_.-]{0,31})?\Z"
+User: TypeAlias = Annotated[str, Meta(pattern=USER_PATTERN)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 #: A type of GPU, as the presets of the throughput model are named: "h100-80g".
 Gpu: TypeAlias = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_.-]{0,62})?\Z")]

@@ -12,6 +12,7 @@ from unicrond.events.vocabulary.field_types import (
     LearningRate,
     LongText,
     Name,
+    NameOrNone,
     Priority,
     Serial,
     Small,
@@ -25,11 +26,12 @@ from unicrond.events.vocabulary.tasks import TaskSpec
 
 
 class TaskSubmitted(Request, frozen=True, kw_only=True):
-    """A person asks for a task to be trained."""
+    """A person asks for a task to be trained. `owner`: whose it is; "": the requester's."""
 
     is_noteworthy: ClassVar[bool] = True
 
     spec: TaskSpec
+    owner: NameOrNone = ""
 
     def wish(self) -> str:
         """Say what the person asks for."""

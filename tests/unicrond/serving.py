@@ -122,7 +122,8 @@ class Served:
         self._task = asyncio.create_task(self.coordinator.run())
         await asyncio.wait_for(self.coordinator.live.wait(), 10)
         api = Api(self._config, self.coordinator, self.log, self.files, self._access)  # type: ignore[arg-type]
-        self._runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0.1)
+        self.application = api.application()
+        self._runner = web.AppRunner(self.application, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()

@@ -209,7 +209,9 @@ def _add_login_commands(commands: Commands) -> None:
         "make a token of the HTTP API (docs/operate/logins.md)",
         examples("unicrond token ci --scopes read,submit --config /etc/unicron.yaml"),
         option("name", "NAME", "whose it is; it stands in each request's event", type=name),
-        option("--scopes", "A,B,...", "allow these: read, submit, operate, metrics", type=_scopes, required=True),
+        option("--scopes", "A,B,...", "allow read, read-own, submit, operate, metrics", type=_scopes, required=True),
+        option("--owner", "NAME", "have its tasks be this owner's (its own name)", type=name),
+        option("--users", "A,B,...", "let its tasks run as these users, the first by default", type=_users),
         configured,
         shared("--out", "(default: NAME.token)"),
     )
@@ -244,6 +246,12 @@ def _scopes(text: str) -> frozenset[str]:
     from unicrond.intake.tokens import scopes_of
 
     return scopes_of(text)
+
+
+def _users(text: str) -> tuple[str, ...]:
+    from unicrond.intake.tokens import users_of
+
+    return users_of(text)
 
 
 def _span(text: str) -> float:

@@ -147,7 +147,7 @@ def token(arguments: argparse.Namespace, config: Config) -> int:
     listed = Path(config.api.tokens_file) if config.api.tokens_file else None
     secret = make_token()
     try:
-        line = line_of(arguments.name, arguments.scopes, secret)
+        line = line_of(arguments.name, arguments.scopes, secret, arguments.owner or "", arguments.users or ())
         if listed is not None:
             text = listed.read_text(encoding="ascii")
             text += f"{'' if text.endswith(chr(10)) or not text else chr(10)}{line}{chr(10)}"

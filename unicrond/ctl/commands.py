@@ -146,7 +146,7 @@ def nodes(options: argparse.Namespace) -> None:
 def tasks(options: argparse.Namespace) -> None:
     """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
-    show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state))
+    show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state, has_all_tasks="owner" not in snapshot.body))
 
 
 def workers(options: argparse.Namespace) -> None:

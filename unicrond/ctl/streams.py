@@ -117,7 +117,7 @@ def last_events_about(
     options: argparse.Namespace, state: ClusterState, kind: str, name: str, count: int = EVENTS_SHOWN
 ) -> list[EventLine]:
     """Return the last events that name the task or node, up to the state's point, without steps and
-    acknowledgements."""
+    acknowledgements; none where the token may not read the log."""
     if kind == "incident" or name not in (state.tasks if kind == "task" else state.nodes):
         return []
     selection = Selection(task=name if kind == "task" else "", node=name if kind == "node" else "")
@@ -127,7 +127,12 @@ def last_events_about(
         """Say whether the event names the task or node."""
         return line.noteworthy and selection.takes(client.entry_of(line))
 
-    return last_of(client, count, max(0, state.seq - EVENTS_LOOKED_AT), state.seq, takes)
+    try:
+        return last_of(client, count, max(0, state.seq - EVENTS_LOOKED_AT), state.seq, takes)
+    except ApiRefused as refusal:
+        if refusal.status != 403:
+            raise
+        return []
 
 
 def _follow(client: Client, after: int, tell: Callable[[EventLine], None]) -> None:

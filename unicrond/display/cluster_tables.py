@@ -216,8 +216,9 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def tasks_table(state: ClusterState) -> Table:
-    """Build a table with a row per task, in the order of submission."""
+def tasks_table(state: ClusterState, *, has_all_tasks: bool = True) -> Table:
+    """Build a table with a row per task, in the order of submission. `has_all_tasks`: the state has those of all
+    owners."""
     rows = [
         (
             task.name,
@@ -231,7 +232,14 @@ def tasks_table(state: ClusterState) -> Table:
             waf_in(state, achieved_now(state, task)),
             task.ending.reason.partition("\n")[0]
             or "; ".join(
-                filter(None, ("observed" * observes(state, task), looping_text(task), pending_reason(state, task)))
+                filter(
+                    None,
+                    (
+                        "observed" * observes(state, task),
+                        looping_text(task),
+                        pending_reason(state, task, has_all_tasks=has_all_tasks),
+                    ),
+                )
             )
             or _reshaping(task)
             or _slow(task)

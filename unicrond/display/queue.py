@@ -11,12 +11,14 @@ from unicrond.events.vocabulary.phrases import count
 _NAMES_MAX = 3
 
 
-def pending_reason(state: ClusterState, task: Task) -> str:
+def pending_reason(state: ClusterState, task: Task, *, has_all_tasks: bool = True) -> str:
     """Return why the plan gives the task no workers, like "pending: needs 3 workers, 1 free; runs with 2 more;
-    before it: prod"; "" where
-    it has some, or has ended."""
+    before it: prod"; "" where it has some, or has ended. `has_all_tasks`: the state has those of all owners; else
+    nobody can say what is free, and what goes before it."""
     if task.status is not TaskStatus.ACTIVE or state.plan.workers.get(task.name):
         return ""
+    if not has_all_tasks:
+        return f"pending: needs {count(task.spec.min_workers, 'worker')}"
     slots, _ = schedulable(state.nodes)
     free = sum(slots.values()) - sum(state.plan.workers.values())
     needs = f"pending: needs {count(task.spec.min_workers, 'worker')}, {max(0, free)} free"

@@ -1,7 +1,8 @@
-"""Tokens of the HTTP API: their holders and scopes.
+"""Tokens of the HTTP API: their holders and scopes, whose tasks they submit, and as which users these run.
 
-A line of the file reads `NAME SCOPE[,SCOPE...] SHA256`; lines that begin with # are for people. The hash is plain: a
-token is made here, from 256 random bits, so it cannot be guessed from its hash. The file alone gives no access.
+A line of the file reads `NAME SCOPE[,SCOPE...] SHA256 [owner=NAME] [users=USER[,USER...]]`; lines that begin with # are
+for people. Several tokens may have one owner; without the word a token is its own. The hash is plain: a token is made
+here, from 256 random bits, so it cannot be guessed from its hash. The file alone gives no access.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from unicrond.events.vocabulary import NAME_PATTERN
+from unicrond.events.vocabulary import NAME_PATTERN, USER_PATTERN
 
 PREFIX = "unicron_"
 _HASH = re.compile(r"[0-9a-f]{64}")
+_FORM = "NAME SCOPES HASH [owner=NAME] [users=USER,USER]"
 
 
 class Scope(StrEnum):
     """The operations that a token allows; no scope includes another."""
 
     READ = "read"
+    READ_OWN = "read-own"
     SUBMIT = "submit"
     OPERATE = "operate"
     METRICS = "metrics"
@@ -33,10 +36,18 @@ class BadTokens(ValueError):
 
 
 class Grant(NamedTuple):
-    """A caller and its scopes. `name`: "" where the API has no tokens."""
+    """A caller and its scopes. `name`: "" where the API has no tokens. `owner`: whose the tasks are that it submits.
+    `users`: that these may run as, the first where a task names none."""
 
     name: str
     scopes: frozenset[Scope]
+    owner: str = ""
+    users: tuple[str, ...] = ()
+
+    @property
+    def reads_own_alone(self) -> bool:
+        """Return whether it sees the tasks of its owner, and no others."""
+        return Scope.READ_OWN in self.scopes and Scope.READ not in self.scopes
 
 
 #: The grant of every caller where the API has no tokens.
@@ -53,9 +64,11 @@ def hash_token(token: str) -> str:
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
-def line_of(name: str, scopes: Iterable[Scope], token: str) -> str:
+def line_of(name: str, scopes: Iterable[Scope], token: str, owner: str = "", users: Sequence[str] = ()) -> str:
     """Return the list's line for a token."""
-    return f"{name} {','.join(sorted(scopes))} {hash_token(token)}"
+    words = [name, ",".join(sorted(scopes)), hash_token(token)]
+    words += [f"owner={owner}"] if owner else []
+    return " ".join([*words, f"users={','.join(users)}"] if users else words)
 
 
 def scopes_of(text: str) -> frozenset[Scope]:
@@ -66,6 +79,15 @@ def scopes_of(text: str) -> frozenset[Scope]:
     return frozenset(map(Scope, names))
 
 
+def users_of(text: str) -> tuple[str, ...]:
+    """Parse users separated by commas. Raise BadTokens."""
+    users = tuple(text.split(","))
+    for user in users:
+        if not user or not re.fullmatch(USER_PATTERN, user):
+            raise BadTokens(f"users: {user!r} is not a user of the nodes; give names like anna,ml")
+    return users
+
+
 def read_tokens(text: str) -> dict[str, Grant]:
     """Read the list; return grants by the hash of their token. Raise BadTokens."""
     grants: dict[str, Grant] = {}
@@ -73,13 +95,29 @@ def read_tokens(text: str) -> dict[str, Grant]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 3 or not re.fullmatch(NAME_PATTERN, words[0]) or not _HASH.fullmatch(words[2]):
-            raise BadTokens(f"line {number}: expected NAME SCOPES HASH, as `unicrond token` prints it")
+        if len(words) < 3 or not re.fullmatch(NAME_PATTERN, words[0]) or not _HASH.fullmatch(words[2]):
+            raise BadTokens(f"line {number}: expected {_FORM}, as `unicrond token` prints it")
         try:
-            scopes = scopes_of(words[1])
+            grant = _grant_of(words[0], scopes_of(words[1]), words[3:])
         except BadTokens as error:
             raise BadTokens(f"line {number}: {error}") from None
-        if words[2] in grants or any(grant.name == words[0] for grant in grants.values()):
-            raise BadTokens(f"line {number}: {words[0]} is there twice; give each token a name of its own")
-        grants[words[2]] = Grant(words[0], scopes)
+        if words[2] in grants or any(holder.name == grant.name for holder in grants.values()):
+            raise BadTokens(f"line {number}: {grant.name} is there twice; give each token a name of its own")
+        grants[words[2]] = grant
     return grants
+
+
+def _grant_of(name: str, scopes: frozenset[Scope], words: Sequence[str]) -> Grant:
+    """Return the grant of a line; `words`: those after the hash. Raise BadTokens."""
+    values: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in ("owner", "users"):
+            raise BadTokens(f"{word!r} is not expected after the hash; use owner=NAME, users=USER,USER")
+        if key in values:
+            raise BadTokens(f"{key} is there twice; give it once")
+        values[key] = value
+    owner = values.get("owner", name)
+    if not re.fullmatch(NAME_PATTERN, owner):
+        raise BadTokens(f"owner: {owner!r} is not a name; use letters, digits, - and _")
+    return Grant(name, scopes, owner, users_of(values["users"]) if "users" in values else ())

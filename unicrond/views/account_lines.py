@@ -28,11 +28,13 @@ FIRST_LINES = 40
 
 
 class AccountLine(NamedTuple):
-    """A line of an account. `basis`: for a decision, the last entry that the coordinator had read, and its term."""
+    """A line of an account. `basis`: for a decision, the last entry that the coordinator had read, and its term.
+    `is_shared`: the entry may tell of other tasks than the account's, and is none for who sees one owner's alone."""
 
     seq: int
     text: str
     basis: tuple[int, int] = (0, 0)
+    is_shared: bool = False
 
 
 @dataclass
@@ -91,8 +93,8 @@ class AccountText:
         for line in lines:
             self._keep(line)
 
-    def text(self) -> list[str]:
-        """Return the lines as they stand on a page."""
+    def text(self, *, is_own: bool = False) -> list[str]:
+        """Return the lines as they stand on a page. `is_own`: for who sees one owner's tasks alone."""
         page: list[str] = []
         basis = (0, 0)
         pending = [steps.line() for steps in self.steps.values()]
@@ -101,7 +103,8 @@ class AccountText:
                 if line.basis[1] and line.basis != basis:
                     basis = line.basis
                     page.append(f"  The coordinator, having read everything up to entry {basis[1]}:")
-                page.append(line.text)
+                is_hidden = is_own and line.is_shared
+                page.append(f"{'':25}(entry {line.seq} tells of others' tasks, too)" if is_hidden else line.text)
             if lines is self.first and self.left_out:
                 page.append(f"{'':25}({self.left_out} lines are left out here)")
         return page or ["  (nothing happened)"]

@@ -197,6 +197,8 @@ class Accounts(View):
                 self._account(subject, before).add_steps(entry.seq, event)
             return
         lines, tasks = lines_of(entry, remark_of(entry, before, self.state)), tuple(event.tasks_named())
+        if len(set(tasks)) > 1 or isinstance(event, v.PlanAdopted):
+            lines = [line._replace(is_shared=True) for line in lines]
         for subject in subjects:
             for line in lines if subject.kind == "incident" else lines[:1]:
                 self._account(subject, before).add(line, tasks)
@@ -258,8 +260,9 @@ class Accounts(View):
 
     # --- the page ----------------------------------------------------------------------------
 
-    def story(self, kind: str, name: str) -> Story:
-        """Tell what became of the subject: title, what happened in order, how it ended. Raises NoSuchSubject."""
+    def story(self, kind: str, name: str, *, is_own: bool = False) -> Story:
+        """Tell what became of the subject: title, what happened in order, how it ended. `is_own`: to who sees one
+        owner's tasks alone. Raises NoSuchSubject."""
         subject = self.subject(kind, name)
         account = self._accounts.get(subject) or AccountText(not self.after_seq)
         title, ending = self._title(subject), self._ending(subject)
@@ -272,7 +275,7 @@ class Accounts(View):
             seq=self.state.seq,
             is_whole=is_whole,
             first_line=title[0],
-            lines=(*title, *gap, "", *account.text(), "", *ending),
+            lines=(*title, *gap, "", *account.text(is_own=is_own), "", *ending),
         )
 
     def cluster_story(self, since_us: int, alarms: Sequence[str] | None = None) -> Story:

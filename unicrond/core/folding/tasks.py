@@ -27,7 +27,7 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             status=TaskStatus.ACTIVE,
             submitted_seq=state.seq,
             submitted_us=state.now_us,
-            owner=event.requester,
+            owner=event.owner or event.requester,
             # Worker ids and generations never repeat, not even when a name is used again.
             numbers=old.numbers if old else Numbers(),
             membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,

@@ -21,7 +21,7 @@ Limit = Annotated[float, Meta(ge=1.0, le=86_400.0)]
 #: What the state remembers of an hour.
 HourLimit = Annotated[int, Meta(ge=0, le=256)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-#: The name of a token, or "*": each owner who has no quota of his own.
+#: The owner of tokens, or "*": each owner who has no quota of his own.
 OwnerName: TypeAlias = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9][A-Za-z0-9_-]{0,62})\Z")]
 #: A third of the largest event: beside its last seats a membership has room for its peers.
 PART_BYTES = 256 * 1024

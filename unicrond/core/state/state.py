@@ -126,8 +126,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
-    `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: the name of
-    the token that submitted it. `updated_us`: the last time that a person gave it other settings. `mode`: as a person
+    `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: whose
+    token submitted it. `updated_us`: the last time that a person gave it other settings. `mode`: as a person
     wants it (nodes/brakes.py).
     """
 

@@ -2,7 +2,7 @@
 
 Rules
 -----
-* The owner of a task is the name of the token that submitted it; "" where the API wants no token. "*" is the quota of
+* The owner of a task is that of the token that submitted it; "" where the API wants no token. "*" is the quota of
   each owner who has none of his own; where there is neither, he has no limit.
 * An owner's tasks claim their floors (`min_workers`) in the order of their priority, then of their submission. A task
   whose floor is more than what is left of the quota is *over quota*; a later, smaller one may still be within it.

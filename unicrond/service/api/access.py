@@ -2,6 +2,8 @@
 
 Rules
 -----
+* Scope `read-own` opens some of what `read` opens (OWN_READS), and there the tasks of the token's owner alone
+  (own_state.py). A task is changed by its owner, whichever token speaks for him, or by one with scope `operate`.
 * Every request but the probes (PROBES) and the web page's files needs a token with the scope of its route
   (`intake/tokens.py`), if there are tokens at all. The one of `api.token_file` has every scope.
 * The list is read again when its file changes. If it cannot be used, the last one stays in force, and an alarm is
@@ -20,13 +22,15 @@ from pathlib import Path
 
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.state.alarms import Alarm
-from unicrond.core.state.state import Task
+from unicrond.core.state.state import ClusterState, Task
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
 from unicrond.page.files import is_page
 
 log = logging.getLogger("unicrond")
 
+#: What scope `read-own` may ask for; a path that ends with / stands for all below it.
+OWN_READS = ("/v1/state", "/v1/logs/", "/v1/marks/", "/v1/ranks/", "/v1/story/task/")
 #: The paths that a probe may ask for without a token.
 PROBES = ("/livez", "/readyz", "/healthz")
 SAY_EVERY_S = 10.0
@@ -84,7 +88,8 @@ class Access:
         grant = self._all.get(digest) or self._listed.get(digest)
         if grant is None:
             raise self._failed(address, f"{method} {path}: {'wrong token' if token else 'no token'}", now_s)
-        if needed not in grant.scopes:
+        reads_own = needed is Scope.READ and Scope.READ_OWN in grant.scopes and _is_own_read(path)
+        if needed not in grant.scopes and not reads_own:
             self._failed(address, f"{method} {path}: token {grant.name} lacks scope {needed}", now_s)
             raise AccessDenied(f"token: {grant.name} lacks scope {needed}; ask for one that has it", 403)
         return grant
@@ -154,6 +159,10 @@ def scope_of(method: str, path: str) -> Scope | None:
     return Scope.SUBMIT if path.startswith("/v1/tasks") else Scope.OPERATE
 
 
+def _is_own_read(path: str) -> bool:
+    return any(path.startswith(place) if place.endswith("/") else path == place for place in OWN_READS)
+
+
 def require_scope_of_priority(grant: Grant, priority: int) -> None:
     """Raise OrderRefused unless the caller may put a task before all that have the usual priority."""
     if Scope.OPERATE not in grant.scopes:
@@ -162,7 +171,29 @@ def require_scope_of_priority(grant: Grant, priority: int) -> None:
 
 
 def require_owner(grant: Grant, task: Task) -> None:
-    """Raise OrderRefused unless the caller has submitted the task, or operates the cluster. A task that came without a
-    token is anybody's."""
-    if task.owner and task.owner != grant.name and Scope.OPERATE not in grant.scopes:
-        raise OrderRefused(403, f"task: {task.name} is {task.owner}'s; token {grant.name} lacks scope operate")
+    """Raise OrderRefused unless the caller's owner has submitted the task, or the caller operates the cluster. A task
+    that came without a token is anybody's."""
+    if task.owner and task.owner != grant.owner and Scope.OPERATE not in grant.scopes:
+        text = f"task: {task.name} is {task.owner}'s; token {grant.name} is {grant.owner}'s, and lacks scope operate"
+        raise OrderRefused(403, text)
+
+
+def require_free_name(grant: Grant, state: ClusterState, name: str) -> None:
+    """Raise OrderRefused where the last task of this name was another's: its story, its workers' output and its
+    checkpoints would be the new one's."""
+    task = state.tasks.get(name)
+    if task is not None and task.owner and task.owner != grant.owner and Scope.OPERATE not in grant.scopes:
+        text = f"name: {name} was another owner's; give another name (token {grant.name} lacks scope operate)"
+        raise OrderRefused(403, text)
+
+
+def user_of(grant: Grant, user: str) -> str:
+    """Return the user that a task of the caller runs as: `user`, or where it names none the first of the token's, ""
+    where it has none. Raise OrderRefused unless the token has that user, or operates the cluster."""
+    if not user:
+        return next(iter(grant.users), "")
+    if user in grant.users or Scope.OPERATE in grant.scopes:
+        return user
+    users = f"has {', '.join(grant.users)}" if grant.users else "has no users"
+    fix = f"leave it out, or have an operator add {user} to users= of the token's line"
+    raise OrderRefused(403, f"run_as: {user} is not a user of token {grant.name}, which {users}; {fix}")

@@ -16,8 +16,7 @@
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/nodes/NAME/forget             {"leave", "reason"}
-    POST /v1/maintenance                   {"nodes", "begins": {"at_us"} or {"in_s"}, "for_s", "reason"}; a window's id
-    POST /v1/maintenance/ID/cancel         {"reason"}
+    POST /v1/maintenance                   windows, and /v1/maintenance/ID/cancel: see maintenance_api.py
     POST /v1/nodes/NAME/enroll             {"key", "unused_h"}
     POST /v1/nodes/NAME/revoke             {"reason"}
     POST /v1/faults                        see fault_targets.py; 409 unless the configuration allows it
@@ -54,7 +53,7 @@ from msgspec.structs import replace
 
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.fault_targets import FaultOrder, OrderRefused, injection_request
-from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem, update_problem
+from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, update_problem
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import worker_mtbf_us
 from unicrond.core.state.state import Task, TaskStatus
@@ -73,11 +72,20 @@ from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tokens import FULL_GRANT, Grant
-from unicrond.service.api.access import Access, AccessDenied, require_owner, require_scope_of_priority
+from unicrond.service.api.access import (
+    Access,
+    AccessDenied,
+    require_free_name,
+    require_owner,
+    require_scope_of_priority,
+    user_of,
+)
 from unicrond.service.api.alarm_api import AlarmApi, without_people
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
+from unicrond.service.api.maintenance_api import MaintenanceApi
 from unicrond.service.api.metrics import exposition
+from unicrond.service.api.own_state import own_state
 from unicrond.service.api.page_api import PageApi
 from unicrond.service.api.plan_api import ModeApi, PlanApi
 from unicrond.service.api.process_status import ProcessStatus
@@ -86,7 +94,6 @@ from unicrond.service.api.request_bodies import (
     CordonOrder,
     Enrolment,
     ForgetOrder,
-    MaintenanceOrder,
     OfNode,
     Reason,
     UpdateOrder,
@@ -128,7 +135,7 @@ class Api:
         process around the coordinator."""
         self._config = config
         self._coordinator = coordinator
-        self._log_api = LogApi(event_log, logs, lambda: coordinator.state)
+        self._log_api = LogApi(event_log, logs, lambda: coordinator.state, _caller.get)
         self._access = access or Access()
         self._process = process = process or ProcessStatus()
         self._number = 0
@@ -163,8 +170,6 @@ class Api:
                 web.post("/v1/nodes/{node}/cordon", self.cordon),
                 web.post("/v1/nodes/{node}/uncordon", self.uncordon),
                 web.post("/v1/nodes/{node}/forget", self.forget),
-                web.post("/v1/maintenance", self.maintain),
-                web.post("/v1/maintenance/{window}/cancel", self.cancel_maintenance),
                 web.post("/v1/nodes/{node}/enroll", self.enroll),
                 web.post("/v1/nodes/{node}/revoke", self.revoke),
                 web.post("/v1/faults", self.inject),
@@ -173,6 +178,7 @@ class Api:
                 *self._alarms.routes(),
                 *PlanApi(self._config.policy, self._coordinator).routes(),
                 *ModeApi(self._append, self._task).routes(),
+                *MaintenanceApi(self._coordinator, self._append).routes(),
             ]
         )
         return app
@@ -256,30 +262,38 @@ class Api:
         return web.Response(body=self._metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def state(self, _: web.Request) -> web.Response:
-        """Answer with the whole folded state, its digest, and what follows from it."""
-        state, now_us = self._coordinator.state, time.time_ns() // 1000
+        """Answer with the whole folded state, its digest, and what follows from it. To who sees an owner's tasks alone:
+        with the owner, and what that sees of the state."""
+        whole, now_us, caller = self._coordinator.state, time.time_ns() // 1000, _caller.get()
+        state = own_state(whole, caller.owner) if caller.reads_own_alone else whole
+        public_state = redact_state(to_json(state), mask_of(whole))
+        body = {"digest": digest(whole), "state": public_state, **derived_values(state, now_us)}
+        if caller.reads_own_alone:
+            return answer({**body, "owner": caller.owner})
         mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
-        public_state = redact_state(to_json(state), mask_of(state))
-        body = {"digest": digest(state), "state": public_state, **derived_values(state, now_us)}
         return answer({**body, "worker_mtbf_s": mtbf_s, "outbox_backlog": self._outbox_backlog()})
 
     async def submit(self, request: web.Request) -> web.Response:
-        """Accept a new task. 400 says which field is wrong; 409 that the name is in use."""
+        """Accept a new task. 400 says which field is wrong; 409 that the name is in use; 403 that it was another's, or
+        that the task may not run as this user."""
         spec, wrong = await asyncio.to_thread(parse_task, await json_of(request))  # a throughput_model takes a while
         if spec is None:
             return error(400, str(wrong[0]))
+        caller = _caller.get()
+        require_free_name(caller, self._coordinator.state, spec.name)
         if conflict := name_conflict(self._coordinator.state, spec.name):
             return error(409, conflict)
+        spec = replace(spec, run_as=user_of(caller, spec.run_as))
         if problems := task_problems(spec, self._coordinator.state):
             return error(400, str(problems[0]))
         if spec.priority > 0:
-            require_scope_of_priority(_caller.get(), spec.priority)
+            require_scope_of_priority(caller, spec.priority)
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
         warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
         warnings += too_few_lanes(spec)
-        event = v.TaskSubmitted(spec=spec)
+        event = v.TaskSubmitted(spec=spec, owner=caller.owner)
         return await self._append(event, {"task": spec.name, "warnings": warnings}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:
@@ -323,29 +337,6 @@ class Api:
             empty_by_us=by_us,
         )
         return await self._of_node(event, {"empty_by_us": by_us} if by_us else {})
-
-    async def maintain(self, request: web.Request) -> web.Response:
-        """Plan a maintenance window: the nodes are empty while it lasts."""
-        order = await body_of(request, MaintenanceOrder)
-        from_us = order.begins.time_us()
-        until_us = from_us + int(order.for_s * 1e6)
-        event = v.MaintenancePlanned(
-            nodes=tuple(dict.fromkeys(order.nodes)), from_us=from_us, until_us=until_us, reason=order.reason or _REASON
-        )
-        for node in event.nodes:
-            if node not in self._coordinator.state.nodes:
-                return error(404, f"node {node} is not known; see `unicronctl nodes`")
-        if problem := maintenance_problem(self._coordinator.state, event):
-            return error(400, problem)
-        return await self._append(event, {"nodes": event.nodes, "from_us": from_us, "until_us": until_us}, 201)
-
-    async def cancel_maintenance(self, request: web.Request) -> web.Response:
-        """End a maintenance window now, or before it begins."""
-        window = request.match_info["window"]
-        if window not in self._coordinator.state.windows:
-            return error(404, f"maintenance {window} is not planned; see `unicronctl maintain`")
-        reason = (await body_of(request, Reason)).reason or _REASON
-        return await self._append(v.MaintenanceCancelled(window=window, reason=reason), {"window": window}, 202)
 
     async def uncordon(self, request: web.Request) -> web.Response:
         """Allow workers on a node again."""

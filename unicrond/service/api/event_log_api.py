@@ -15,8 +15,10 @@ from unicrond.core.state.state import ClusterState
 from unicrond.display.event_lines import entry_json
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.wire.envelope import QuarantinedMessage
+from unicrond.intake.tokens import Grant
 from unicrond.service.api.http_parts import answer, body_of, error, number_in
 from unicrond.service.api.node_checks import ChecksBusy, ChecksRequest, NodeChecks
+from unicrond.service.api.own_state import own_state, own_worker
 from unicrond.service.api.redaction import Discretion
 from unicrond.service.api.worker_output import LogReader, LogsUnavailable
 
@@ -25,12 +27,16 @@ MARKS_S = 1.0
 
 
 class LogApi:
-    """The routes that read, over one log and the agents that have the workers' output."""
+    """The routes that read, over one log and the agents that have the workers' output. `caller`: the grant of the
+    request that is being handled."""
 
-    def __init__(self, event_log: EventLog, logs: LogReader, state: Callable[[], ClusterState]) -> None:
+    def __init__(
+        self, event_log: EventLog, logs: LogReader, state: Callable[[], ClusterState], caller: Callable[[], Grant]
+    ) -> None:
         self._event_log = event_log
         self._logs = logs
         self._state = state
+        self._caller = caller
         self._checks = NodeChecks(logs)
         self._turn = asyncio.Lock()
         #: The marks of the task that was asked for last, and when they were read.
@@ -84,12 +90,16 @@ class LogApi:
     async def logs(self, request: web.Request) -> web.Response:
         """Answer with a piece of a worker's log, from the node that has it."""
         query = {field: number_in(request, field) for field in ("rank", "tail_bytes", "offset")}
+        task, worker, state = request.match_info["task"], request.query.get("worker"), self._visible_state()
+        if self._caller().reads_own_alone and task in state.tasks:
+            if worker is not None and not own_worker(state, task, worker):
+                return error(404, f"worker: {worker[:80]} is no worker of task {task} now; ask with scope read")
+            if (
+                worker is None and state.tasks[task].membership is None
+            ):  # a node would give what it has of an earlier life
+                return error(404, f"task: {task} has formed no group yet; try again then")
         try:
-            return answer(
-                await self._logs.read(
-                    self._state(), request.match_info["task"], worker=request.query.get("worker"), **query
-                )
-            )
+            return answer(await self._logs.read(state, task, worker=worker, **query))
         except LookupError as unknown:
             return error(404, str(unknown.args[0]))
         except LogsUnavailable as missing:
@@ -99,6 +109,8 @@ class LogApi:
         """Answer with the phase mark of each worker of a task; the nodes are asked once every MARKS_S at most."""
         task = request.match_info["task"]
         try:
+            if task not in self._visible_state().tasks:
+                raise LookupError(f"task: no task {task}; see `unicronctl tasks`")
             async with self._turn:
                 at_s, marks = self._marks.get(task, (0.0, None))
                 if marks is None or time.monotonic() - at_s > MARKS_S:
@@ -107,6 +119,11 @@ class LogApi:
         except LookupError as unknown:
             return error(404, str(unknown.args[0]))
         return answer(marks)
+
+    def _visible_state(self) -> ClusterState:
+        """Return the state as the caller sees it."""
+        state, caller = self._state(), self._caller()
+        return own_state(state, caller.owner) if caller.reads_own_alone else state
 
     async def stacks(self, request: web.Request) -> web.Response:
         """Answer with the stacks of a worker's threads, read by py-spy on its node."""

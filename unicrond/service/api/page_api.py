@@ -76,9 +76,10 @@ class PageApi:
 
     async def ranks(self, request: web.Request) -> web.Response:
         """Answer with a task's members in rank order."""
-        task = self._coordinator.state.tasks.get(request.match_info["task"])
-        if task is None:
-            raise OrderRefused(404, f"task: no task {request.match_info['task'][:63]}")
+        name, caller = request.match_info["task"], self._caller()
+        task = self._coordinator.state.tasks.get(name)
+        if task is None or (caller.reads_own_alone and task.owner != caller.owner):
+            raise OrderRefused(404, f"task: no task {name[:63]}")
         return answer(ranks_of(task, mask_of(self._coordinator.state).text))
 
     async def goodput(self, request: web.Request) -> web.Response:
@@ -99,8 +100,13 @@ class PageApi:
         accounts, kind, name = self._coordinator.views.accounts, *map(request.match_info.get, ("kind", "name"))
         if kind not in KINDS:
             return error(404, f"kind: {str(kind)[:63]} is none of {', '.join(KINDS)}")
+        caller = self._caller()
+        if caller.reads_own_alone:  # of a task: access.py
+            task = self._coordinator.state.tasks.get(str(name))
+            if task is None or task.owner != caller.owner:
+                return error(404, f"name: no task {str(name)[:63]}; see `unicronctl tasks`")
         try:
-            return self._story_json(accounts.story(kind, str(name)))
+            return self._story_json(accounts.story(kind, str(name), is_own=caller.reads_own_alone))
         except NoSuchSubject as unknown:
             is_past = bool(accounts.after_seq) and kind in ("incident", "plan")
             return error(410 if is_past else 404, f"name: {unknown}"[:500])
