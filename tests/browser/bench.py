@@ -41,8 +41,8 @@ async def pictures(page: Page, url: str, where: Path, name: str, views: tuple[st
         await page.js(f"location.hash = {view!r}")
         await asyncio.sleep(1.5)
         if view == "incidents":
-            await page.js("document.querySelector('tr.click')?.click()")
-            await asyncio.sleep(1.0)
+            await page.js("document.querySelector('tr.click').click()")
+            await page.until("document.querySelector('#story .account').textContent.startsWith('Incident i')")
         await page.picture(where / f"{name}-{view}.png")
 
 
@@ -105,7 +105,7 @@ async def drawn(where: Path) -> None:
     feed_all(moments, troubled(3, 30).log)
     async with replayed(moments) as url, browsing() as page:
         await page.dark(True)
-        await pictures(page, url, where, "replay", ("incidents",))
+        await pictures(page, url, where, "replay", ("incidents", "goodput"))
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ class BigCluster(Cluster):
         self.say(
             victim.node,
             v.WorkerExited(
-                node=victim.node, task=task, worker=victim.worker, exit_code=None, signal=9, expected=False,
+                node=victim.node, task=task, worker=victim.worker, exit_code=None, signal=9, is_expected=False,
                 log_tail="RuntimeError: CUDA error: an illegal memory access was encountered",
             ),
         )  # fmt: skip

@@ -49,7 +49,7 @@ async def test_page_shows_worker_failure_and_recovery(tmp_path: Path) -> None:
         await shown(page, "incidents", "process_exit")
         await page.until("document.querySelectorAll('tr.click').length === 1", TIMEOUT_S)
         await page.js("document.querySelector('tr.click').click()")
-        await page.until("document.querySelectorAll('#story tbody tr').length > 12", TIMEOUT_S)
+        await page.until("document.querySelector('#story pre')?.innerText.split('\\n').length > 12", TIMEOUT_S)
         assert "SIGKILL" in await page.js("document.querySelector('#story').innerText")
         await shown(page, "goodput", "transition: process_exit")
         await shown(page, "tasks", "loss: ")

@@ -176,7 +176,7 @@ export class Cluster {
     if (seen === this.told && !anew) return;
     this.told = seen;
     show(this.details, node && h("div", { class: "panel" }, h("h3", {}, `${node.name} `, h("span", { class: STATUS[node.status] }, node.status)),
-      node.reason && h("p", {}, node.reason), h("p", { class: "faint" }, `${node.slots} slots${node.gpu ? ` of ${node.gpu}` : ""}${node.domain ? ` in ${node.domain}` : ""}${node.address ? ` at ${node.address}` : ""}`),
+      node.reason && h("p", {}, node.reason), h("p", { class: "faint" }, `${node.slots} ${node.slots === 1 ? "slot" : "slots"}${node.gpu ? ` of ${node.gpu}` : ""}${node.domain ? ` in ${node.domain}` : ""}${node.address ? ` at ${node.address}` : ""}`),
       node.workers.length ? table(["worker", "#rank", "status"], node.workers.map(([task, number, rank, status]) => {
         const name = this.view.tasks[task].name;
         return [h("a", { href: `#ranks/${encodeURIComponent(name)}` }, `${name}.${number}`), rank < 0 ? "-" : rank, status];
