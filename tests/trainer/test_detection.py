@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from unicrond.agents.trainer.detection.observing import Detection, Sighting
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount, Total
 from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import WorkerSettings
+from unicrond.agents.trainer.states.saving import Saving
 from unicrond.events.vocabulary import Member, StoreAddress, StragglerObserved, TaskSpec
 
 REPORTER = Reporter(node="n", task="t", worker="t.1")
@@ -120,6 +122,22 @@ def test_iteration_that_stood_still_for_a_checkpoint_is_not_plain() -> None:
         detection.commit(1, 1000, group)
         assert detection.complete(committed(1, 2), is_writing=False).is_plain, "the next one"
         assert not detection.complete(committed(1, 2), is_writing=True).is_plain, "it is written beside the iterations"
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_write_beside_the_iterations_is_told_with_each_of_them(*, quick: bool) -> None:
+    """Also one that began after one commit and ended before the next, or that nobody has collected yet."""
+    sealing, storing = Future[Any](), Future[None]()
+    saving: Any = Saving.__new__(Saving)
+    saving._sealing, saving._storing, saving._writes = sealing, None, True
+    told = [] if quick else [saving.has_written()]
+    sealing.set_result(storing)
+    told += [] if quick else [saving.has_written()]
+    storing.set_result(None)
+    assert [*told, saving.has_written()] == [True] * (len(told) + 1)
+    assert not saving.has_written()
+    saving._sealing, saving._storing = None, Future[None]()
+    assert saving.has_written(), "it was collected, and is not over"
 
 
 def test_commit_carries_checksum_common_to_replicas() -> None:

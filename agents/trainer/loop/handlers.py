@@ -123,7 +123,7 @@ class EffectHandlers:
     def _send(self, effect: e.Send) -> None:
         message = effect.message
         if isinstance(message, IterationCommitted):
-            message = self.detection.complete(message, is_writing=self.saving.is_writing)
+            message = self.detection.complete(message, is_writing=self.saving.has_written())
         self.context.channel.send(message)
 
     def _log(self, effect: e.Log) -> None:

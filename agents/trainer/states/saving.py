@@ -98,6 +98,8 @@ class Saving:
         self._sealing: Future[Future[None] | None] | None = None
         self._storing: Future[None] | None = None
         self._stored = 0
+        #: A state has been on its way to storage since `has_written` was asked last.
+        self._writes = False
         self._pace_s = 0.0
         self._was_lead = False
         #: What is known of the iterations' times (baseline.py), for the next owner of the state.
@@ -164,10 +166,14 @@ class Saving:
             return False
         return True
 
-    @property
-    def is_writing(self) -> bool:
-        """Return whether a state is on its way to storage, beside the iterations."""
-        return self._storing is not None and not self._storing.done()
+    def has_written(self) -> bool:
+        """Return whether a state has been on its way to storage, beside the iterations, since this was asked last."""
+        sealing, writes = self._sealing, self._writes
+        storing = (
+            sealing.result() if sealing is not None and sealing.done() and not sealing.exception() else self._storing
+        )
+        self._writes = (writes and not _is_over(sealing)) or not _is_over(storing)
+        return writes or self._writes
 
     # --- capturing -------------------------------------------------------------------------------
 
@@ -193,6 +199,7 @@ class Saving:
         job = None
         if to_storage:
             self._to_storage.saved(iteration)
+            self._writes = True
             job = self._job(iteration, generation)
         midway = self._midway(iteration)
         self._sealing = self._sealer.submit(self._seal, draft, iteration, generation, cost_s, job, midway)
