@@ -26,12 +26,11 @@ def words_stay_at_home(before: ClusterState, entry: RecordedEvent, after: Cluste
 
 
 def _concerns(state: ClusterState, task: Task, node: str) -> bool:
-    """Return whether the node has, or had of late, a part in the task."""
-    copies = task.copies
+    """Return whether the node has, or has had, a part in the task."""
     return (
         bool(state.by_node.of_task(node, task.name))
         or node in task.group.probing.orders  # it was asked about the links of the task
         or any(lead.node == node for lead in task.group.leads)
-        or any(copy.node == node for copy in copies.holdings.values())
-        or any(peer.node == node for peer in (*copies.peers, *copies.former_peers))
+        or node in task.copies.carriers
+        or task.troubles.names(node)  # that it could not run the program there ends with its agent
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -11,8 +11,9 @@ from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import strays
 from unicrond.core.nodes import isolation
 from unicrond.core.state.changes import find_worker, with_moved, with_node, with_task, with_worker, without_workers
+from unicrond.core.state.ordered_map import put_all
 from unicrond.core.state.state import UNREAD_MAX, ClusterState, NodeStatus, Task, Worker, WorkerStatus
-from unicrond.core.state.task_parts import Numbers
+from unicrond.core.state.task_parts import Copies, Numbers
 from unicrond.core.state.worker_lifecycle import can_move, status_after
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import starts, starts_of
@@ -49,7 +50,8 @@ def _add_starting_worker(state: ClusterState, event: v.StartWorker) -> ClusterSt
         next_worker=max(task.numbers.next_worker, number + 1),
         next_replica=max(task.numbers.next_replica, event.replica + 1),
     )
-    task, node = replace(task, numbers=numbers), state.nodes.get(event.node)
+    task = replace(task, numbers=numbers, copies=with_carriers(task.copies, [event.node]))
+    node = state.nodes.get(event.node)
     if node is not None and 0 < event.agent_boot < node.agent.boot:
         return with_task(state, task)
     worker = Worker(
@@ -80,8 +82,14 @@ def with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...
     task = state.tasks.get(name)
     if task is None or task.copies.peers == peers:
         return state
-    former_peers = task.copies.peers or task.copies.former_peers
-    return with_task(state, replace(task, copies=replace(task.copies, peers=peers, former_peers=former_peers)))
+    copies = with_carriers(task.copies, [peer.node for peer in peers])
+    return with_task(state, replace(task, copies=replace(copies, peers=peers)))
+
+
+def with_carriers(copies: Copies, nodes: Iterable[str]) -> Copies:
+    """Return the copies with these nodes among those that may hold a state."""
+    new = [node for node in nodes if node not in copies.carriers]
+    return replace(copies, carriers=put_all(copies.carriers, dict.fromkeys(new, True))) if new else copies
 
 
 def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:

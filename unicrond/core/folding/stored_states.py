@@ -36,8 +36,7 @@ def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope)
     task = state.tasks.get(event.task)
     if task is None or tuple(peer.node for peer in task.copies.peers) == event.peers:
         return state
-    copies = replace(task.copies, peers=(), former_peers=task.copies.peers or task.copies.former_peers)
-    return with_task(state, replace(task, copies=copies))
+    return with_task(state, replace(task, copies=replace(task.copies, peers=())))
 
 
 def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
-from unicrond.core.state.task_parts import Numbers, Pace, Reshaping, TaskProgress
+from unicrond.core.state.task_parts import Copies, Numbers, Pace, Reshaping, TaskProgress
 from unicrond.core.tasks.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
 from unicrond.core.tasks.task_validation import name_conflict
 from unicrond.core.worth import evidence
@@ -31,6 +31,8 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             # Worker ids and generations never repeat, not even when a name is used again.
             numbers=old.numbers if old else Numbers(),
             membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,
+            # Who held a state of the task before may still, and says so when it comes back.
+            copies=Copies(carriers=old.copies.carriers) if old else Copies(),
         ),
     )
 

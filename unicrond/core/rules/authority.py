@@ -13,7 +13,7 @@ Rules
 | member of any generation | that a checkpoint is saved |
 | first replica, of the newest generation | who is slow, and whether the links are to be probed |
 | lead, the first of all members | steps and completion, of its generation and of those before it |
-| holder of the state: carries a worker, takes copies, or has kept some | what its memory holds |
+| carrier: has had a worker or taken copies, at any time | what its memory holds, and which peers it knows |
 
 * A worker that the state does not know has no place. What it says changes nothing (`folding/`), and is refused where
   only a liar says it: honest agents fall silent about a worker before the state forgets it.
@@ -98,14 +98,9 @@ def _first_replica(
 
 def _holder(state: ClusterState, event: v.SnapshotStored | v.PeersRemembered) -> str:
     task = state.tasks.get(event.task)
-    if task is None or any(name == task.name for name, _ in state.by_node.on(event.node)):
+    if task is None or event.node in task.copies.carriers:
         return ""
-    copies = task.copies
-    if any(peer.node == event.node for peer in (*copies.peers, *copies.former_peers)):
-        return ""
-    if any(copy.node == event.node for copy in copies.holdings.values()):
-        return ""
-    return f"$.event.node: {event.node} carries no worker of {task.name}, and takes no copies of its state"
+    return f"$.event.node: {event.node} has never carried a worker of {task.name}, nor copies of its state"
 
 
 def _stacks(state: ClusterState, event: v.StacksTaken) -> str:

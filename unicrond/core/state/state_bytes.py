@@ -101,7 +101,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.unplain_reports",
     "group.leads",
     "group.accusations",
-    "copies.former_peers",
+    "copies.carriers",
 )
 
 #: Where each field of a flat node stands in a Node.

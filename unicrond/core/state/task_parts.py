@@ -256,15 +256,15 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`peers`: the nodes that take copies, as the members got them last; `former_peers`: those before them, whose last
-    copies may still come.
+    """`peers`: the nodes that take copies, as the members got them last. `carriers`: all that ever had a worker of the
+    task or took copies: they may still hold a state, whatever has become of them since.
 
     `holdings`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     """
 
     peers: tuple[MemoryService, ...] = always(())
     holdings: Mapping[str, KeptState] = always({})
-    former_peers: tuple[MemoryService, ...] = ()
+    carriers: Mapping[str, bool] = {}
 
 
 class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
