@@ -77,7 +77,7 @@ def test_systemd_calls_are_silent_without_socket(environ: dict[str, str]) -> Non
     systemd.say("READY=1")
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", [*UNITS, "nats/nats.service"])
 def test_systemd_units_are_closed(unit: str, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze here (Debian: package systemd)")
