@@ -60,7 +60,9 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     """Return the state after `entry`. Entries come in sequence order; one already folded changes nothing."""
     if entry.seq <= state.seq:
         return state
-    seq, now_us = entry.seq, log_time_us(state.now_us, entry)
+    seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
+    if now_us > state.now_us + LEAP_MAX_US:
+        now_us = log_time_us(state.now_us, entry)
     if not isinstance(entry, RecordedEvent):
         return replace(state, seq=seq, now_us=now_us, quarantined_messages=state.quarantined_messages + 1)
     envelope = entry.envelope
@@ -94,11 +96,10 @@ def log_time_us(before_us: int, entry: Entry) -> int:
     It is the log's receive time. One that leaps is believed as far as the clock of whoever wrote the entry agrees: a
     server whose clock is years ahead would else stop the log's time for years.
     """
-    recorded_us = entry.recorded_at_us
-    if recorded_us > before_us + LEAP_MAX_US:
-        witness_us = entry.envelope.observed_at_us if isinstance(entry, RecordedEvent) else before_us
-        recorded_us = min(recorded_us, witness_us + LEAP_MAX_US)
-    return max(before_us, recorded_us)
+    if entry.recorded_at_us <= before_us + LEAP_MAX_US:
+        return max(before_us, entry.recorded_at_us)
+    witness_us = entry.envelope.observed_at_us if isinstance(entry, RecordedEvent) else before_us
+    return max(before_us, min(entry.recorded_at_us, witness_us + LEAP_MAX_US))
 
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:

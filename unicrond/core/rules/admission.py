@@ -77,7 +77,7 @@ def problem(state: ClusterState, event: v.AnyEvent) -> str:
         reached = getattr(event, "iteration", 0)
     if reached > task.spec.iterations + 1:  # one more: a member that has done the last waits for the next
         return f"$.event: iteration {reached} of {task.name}, which has {task.spec.iterations}"
-    return AUTHORITY[type(event)](state, event)  # type: ignore[index]  # every observation but requests
+    return AUTHORITY[type(event)](task, event)  # type: ignore[index]  # every observation but requests
 
 
 def refuse(state: ClusterState, envelope: Envelope, reason: str) -> ClusterState:

@@ -28,27 +28,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import Task, TaskStatus
 from unicrond.events import vocabulary as v
 
-#: Returns why the observation exceeds what its node may say; "" where it does not.
-AuthorityRule: TypeAlias = Callable[[ClusterState, Any], str]
+#: Returns why the observation about the task exceeds what its node may say; "" where it does not.
+AuthorityRule: TypeAlias = Callable[[Task, Any], str]
 
 
-def _own_word(_state: ClusterState, _event: v.Observation) -> str:
+def _own_word(_task: Task, _event: v.Observation) -> str:
     return ""
 
 
-def _lead_of_steps(state: ClusterState, event: v.StepCommitted) -> str:
-    task = state.tasks.get(event.task)
-    if task is None or not task.progress.committed_generation <= event.generation <= task.generation:
+def _lead_of_steps(task: Task, event: v.StepCommitted) -> str:
+    if not task.progress.committed_generation <= event.generation <= task.generation:
         return ""  # outdated, and without effect
     return _unless_lead(task, event, event.generation)
 
 
-def _lead_of_end(state: ClusterState, event: v.TaskCompleted) -> str:
-    task = state.tasks.get(event.task)
-    if task is None or task.status is not TaskStatus.ACTIVE:
+def _lead_of_end(task: Task, event: v.TaskCompleted) -> str:
+    if task.status is not TaskStatus.ACTIVE:
         return ""
     return _unless_lead(task, event, task.progress.committed_generation)
 
@@ -56,15 +54,16 @@ def _lead_of_end(state: ClusterState, event: v.TaskCompleted) -> str:
 def _unless_lead(task: Task, event: v.WorkerObservation, since_generation: int) -> str:
     """Return why the worker does not report for all; "" for the lead of `since_generation` or of a later one, which
     tells what the one before it could not."""
-    for lead in task.group.leads:
-        if lead.generation >= since_generation and (lead.worker, lead.node) == (event.worker, event.node):
+    for lead in reversed(task.group.leads):
+        if lead.generation < since_generation:
+            break
+        if lead.worker == event.worker and lead.node == event.node:
             return ""
     return f"$.event.worker: {event.worker} on {event.node} leads no group of {task.name}"
 
 
-def _member(state: ClusterState, event: v.CheckpointSaved) -> str:
-    task = state.tasks.get(event.task)
-    return "" if task is None or event.worker not in task.workers else _unless_past_member(task, event.worker)
+def _member(task: Task, event: v.CheckpointSaved) -> str:
+    return "" if event.worker not in task.workers else _unless_past_member(task, event.worker)
 
 
 def _unless_past_member(task: Task, worker: str) -> str:
@@ -73,20 +72,16 @@ def _unless_past_member(task: Task, worker: str) -> str:
     return f"$.event.worker: {worker} has been in no group of {task.name}"
 
 
-def _newest_member(state: ClusterState, event: v.WorkerJoinedGroup | v.CorruptionSuspected) -> str:
-    task = state.tasks.get(event.task)
-    if task is None or event.generation != task.generation or task.is_member(event.worker):
+def _newest_member(task: Task, event: v.WorkerJoinedGroup | v.CorruptionSuspected) -> str:
+    if event.generation != task.generation or task.is_member(event.worker):
         return ""
     if event.worker not in task.workers and isinstance(event, v.WorkerJoinedGroup):
         return ""
     return f"$.event.worker: {event.worker} is no member of generation {event.generation} of {task.name}"
 
 
-def _first_replica(
-    state: ClusterState, event: v.StragglerObserved | v.StragglerRecovered | v.DegradationObserved
-) -> str:
-    task = state.tasks.get(event.task)
-    if task is None or task.membership is None or event.worker not in task.workers:
+def _first_replica(task: Task, event: v.StragglerObserved | v.StragglerRecovered | v.DegradationObserved) -> str:
+    if task.membership is None or event.worker not in task.workers:
         return ""
     if event.generation != task.generation:
         return _unless_past_member(task, event.worker)
@@ -96,17 +91,15 @@ def _first_replica(
     return f"$.event.worker: {event.worker} is not of the first replica of {task.name}"
 
 
-def _holder(state: ClusterState, event: v.SnapshotStored | v.PeersRemembered) -> str:
-    task = state.tasks.get(event.task)
-    if task is None or event.node in task.copies.carriers:
+def _holder(task: Task, event: v.SnapshotStored | v.PeersRemembered) -> str:
+    if event.node in task.copies.carriers:
         return ""
     return f"$.event.node: {event.node} has never carried a worker of {task.name}, nor copies of its state"
 
 
-def _stacks(state: ClusterState, event: v.StacksTaken) -> str:
-    task = state.tasks.get(event.task)
-    for stack in event.workers if task else ():
-        owner = task.workers.get(stack.worker) if task else None
+def _stacks(task: Task, event: v.StacksTaken) -> str:
+    for stack in event.workers:
+        owner = task.workers.get(stack.worker)
         if owner is not None and owner.node != event.node:
             return f"$.event.workers: {stack.worker} runs on {owner.node}"
     return ""
