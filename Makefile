@@ -11,7 +11,7 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages resolve megatron-lm older-core lint clean help
+.PHONY: install check test browser demo man matrix redteam upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -24,6 +24,7 @@ help:
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/results/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
 	@echo "make tour     docs/one-failure.md anew: one failure through the code, recorded under a tracer"
+	@echo "make redteam  what a node, a task, a token or a stranger may try (docs/operate/security.md), against real servers and processes; then 200 histories with nodes that lie"
 	@echo "make upgrade  rolling upgrades in mid-training, to a version with one more schema and back, in every order"
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make megatron-lm  Megatron-LM, unmodified, in every layout, beside itself under torchrun (docs/use/megatron-lm.md)"
@@ -83,6 +84,10 @@ browser: $(STAMP)
 matrix: $(STAMP)
 	$(BIN)/pytest -m matrix tests/integration --ignore tests/integration/test_live_faults.py --ignore tests/integration/test_upgrade.py
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_live_faults.py
+
+redteam: $(STAMP)
+	$(BIN)/pytest -m "matrix or not matrix" tests/events/test_accounts.py tests/events/test_forgery.py tests/events/test_tls.py tests/unicrond/test_authority.py tests/unicrond/test_access.py tests/unicrond/test_connections.py tests/unicrond/test_edge_events.py tests/agents/test_passes.py tests/agents/test_memory_server.py tests/integration/test_keys.py tests/integration/test_lying_node.py
+	$(BIN)/unicron-replay fuzz --seeds 200
 
 megatron-lm: $(STAMP)
 	MEGATRON_LM_MUST=1 $(BIN)/pytest -m "megatron_lm or not megatron_lm" tests/megatron_lm
