@@ -19,6 +19,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.display.cluster_tables import nodes_table
 from unicrond.display.describe import describe_object
+from unicrond.display.queue import pending_tasks
 from unicrond.events import vocabulary as v
 from unicrond.page.attention import state_alarms
 from unicrond.page.view import view
@@ -248,9 +249,12 @@ def test_task_of_which_nothing_is_left_waits_for_its_nodes() -> None:
     lose_rack(cluster, hit)
     cluster.run()
     assert not of(cluster, v.StartWorker, since) and not of(cluster, v.MembershipDecided, since)
+    (pending,) = pending_tasks(cluster.state)
+    assert pending == f"small pending: waits for {', '.join(sorted(hit))}, lost together"
     cluster.pass_deadlines("outage")
     cluster.run()
     cluster.assert_whole()
+    assert not pending_tasks(cluster.state)
     assert {node for (node,) in cluster.state.plan.assignments["small"].replicas} == {"d0", "d1", "d2", "d3"}
 
 

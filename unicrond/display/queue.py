@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from unicrond.core.nodes.outages import held_nodes
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.tasks.quotas import over_quota, quota_of
 from unicrond.core.tasks.reconcile import schedulable
-from unicrond.events.vocabulary.phrases import count
+from unicrond.events.vocabulary.phrases import abridge, count
 
 #: The most tasks that a reason names.
 _NAMES_MAX = 3
@@ -15,8 +16,10 @@ def pending_reason(state: ClusterState, task: Task, *, has_all_tasks: bool = Tru
     """Return why the plan gives the task no workers, like "pending: needs 3 workers, 1 free; runs with 2 more;
     before it: prod"; "" where it has some, or has ended. `has_all_tasks`: the state has those of all owners; else
     nobody can say what is free, and what goes before it."""
-    if task.status is not TaskStatus.ACTIVE or state.plan.workers.get(task.name):
+    if task.status is not TaskStatus.ACTIVE:
         return ""
+    if state.plan.workers.get(task.name):
+        return _outage_reason(state, task)
     if not has_all_tasks:
         return f"pending: needs {count(task.spec.min_workers, 'worker')}"
     slots, _ = schedulable(state.nodes)
@@ -36,6 +39,15 @@ def pending_reason(state: ClusterState, task: Task, *, has_all_tasks: bool = Tru
         more = f" and {len(ahead) - _NAMES_MAX} more" if len(ahead) > _NAMES_MAX else ""
         parts.append(f"before it: {', '.join(names)}{more}")
     return "; ".join(parts)
+
+
+def _outage_reason(state: ClusterState, task: Task) -> str:
+    """Return for which nodes a task without members waits, that were lost together; "" where it waits for none."""
+    held = held_nodes(state)
+    if not held or task.tally.able:
+        return ""
+    nodes = sorted({node for replica in state.plan.assignments[task.name].replicas for node in replica} & held)
+    return f"pending: waits for {abridge(nodes)}, lost together" if nodes else ""
 
 
 def pending_tasks(state: ClusterState) -> list[str]:
