@@ -43,10 +43,10 @@ def pending_reason(state: ClusterState, task: Task, *, has_all_tasks: bool = Tru
 
 def _outage_reason(state: ClusterState, task: Task) -> str:
     """Return for which nodes a task without members waits, that were lost together; "" where it waits for none."""
-    held = held_nodes(state)
-    if not held or task.tally.able:
+    absent_nodes = held_nodes(state)
+    if not absent_nodes or task.tally.able:
         return ""
-    nodes = sorted({node for replica in state.plan.assignments[task.name].replicas for node in replica} & held)
+    nodes = sorted({node for replica in state.plan.assignments[task.name].replicas for node in replica} & absent_nodes)
     return f"pending: waits for {abridge(nodes)}, lost together" if nodes else ""
 
 
