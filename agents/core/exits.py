@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.agents.core import commits, starting
+from unicrond.agents.core import commits, floods, reports, starting
 from unicrond.agents.core.exit_causes import Exit, classify
 from unicrond.agents.core.state import MAX_GONE, EndedWorker, TellForkServer, WorkerLink, WorkerRecord
 from unicrond.agents.core.transaction import Transition, newest_of
@@ -25,6 +25,7 @@ def exited(transition: Transition, worker: WorkerId, pid: int, end: Exit, log_ta
         forget(transition, record, None)
         transition.actions.append(TellForkServer(message=ProcessExitAck(worker=worker)))
         return
+    reports.take_waiting(transition, worker)
     starting.started(transition, worker, pid)  # in case that it ended so soon that its ProcessForked was lost
     record = transition.memory.workers[worker]
     task = record.task
@@ -106,6 +107,7 @@ def computed(mark: Mark) -> int:
 
 def forget(transition: Transition, record: WorkerRecord, ended_worker: EndedWorker | None) -> None:
     """Forget the worker; `ended_worker`: the record to keep of it, None for nothing."""
+    floods.forget(transition, record.worker)
     worker, state = record.worker, transition.state
     transition.remember(workers={w: r for w, r in transition.memory.workers.items() if w != worker})
     if ended_worker:

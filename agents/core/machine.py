@@ -63,6 +63,10 @@ The life of an agent
   last has ended: NodeLeft, Finish. What still runs after `limit_s` gets SIGTERM, and SIGKILL after `kill_after_s`.
   HandOver: sums are closed, nothing else.
 
+Floods
+* What a worker says goes on within its budgets (worker_budgets.py, floods.py); what this agent sees by itself (an end,
+  a stall, the GPUs) has none. Budgets are not remembered: the next agent begins anew.
+
 States in memory
 * A capture that a worker reports is copied to the first of its membership's peers; the next one while the
   copy is under way waits (copies.py). What the node's memory holds is reported at most once in `held_interval_s`.
@@ -80,7 +84,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from unicrond.agents.core import commands as orders
-from unicrond.agents.core import commits, exits, joining, reports, starting, stopping
+from unicrond.agents.core import commits, exits, floods, joining, reports, starting, stopping
 from unicrond.agents.core import fork_server_messages as fork_server
 from unicrond.agents.core import stored_states as kept_states
 from unicrond.agents.core.agent_config import AgentConfig
@@ -113,6 +117,7 @@ from unicrond.agents.core.state import (
     WorkerSaid,
 )
 from unicrond.agents.core.transaction import Transition, newest_of
+from unicrond.agents.core.worker_budgets import WorkerHeldUp
 from unicrond.agents.protocol.messages import ProcessExitAck
 from unicrond.events.vocabulary import LinksProbed, Observation, StacksTaken, StepCommitted, WorkerExited
 
@@ -134,8 +139,10 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             orders.apply_decision(transition, agent_input)
         case WorkerConnected(hello=hello):
             reports.connected(transition, hello)
-        case WorkerSaid(worker=worker, message=message):
-            reports.worker_said(transition, worker, message)
+        case WorkerSaid(worker=worker, message=message, now_us=now_us):
+            reports.worker_said(transition, worker, message, now_us)
+        case WorkerHeldUp():
+            floods.held_up(transition, agent_input)
         case WorkerDisconnected(worker=worker):
             reports.disconnected(transition, worker)
         case ForkServerSaid(message=fork_message, log_tail=log_tail, mark=mark):
@@ -198,6 +205,10 @@ def _timer_fired(transition: Transition, fired: TimerFired) -> None:  # noqa: C9
                 kept_states.tell_held(transition, untold)
         case "busy":
             reports.tell_busy(transition, fired.key)
+        case "budget":
+            reports.take_due(transition, fired.key)
+        case "floods":
+            floods.tell_drops(transition, fired.key)
         case "drain":
             joining.end_drain(transition)
         case "wait":

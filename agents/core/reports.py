@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.agents.core import commits, joining, memberships
+from unicrond.agents.core import commits, floods, joining, memberships
 from unicrond.agents.core import stored_states as kept_states
 from unicrond.agents.core.state import (
     AcceleratorSaw,
@@ -78,9 +78,9 @@ def ready(transition: Transition, record: WorkerRecord, *, is_news: bool = True)
         transition.append(WorkerReady(node=transition.config.node, task=record.task, worker=record.worker))
 
 
-def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -> None:  # noqa: C901  # one case for each kind of message
-    """Dispatch a worker's message to its subject; messages of unknown and foreign workers are ignored. Disconnect a
-    worker that speaks of another one."""
+def worker_said(transition: Transition, worker: WorkerId, message: FromWorker, now_us: int) -> None:
+    """Take a worker's message within the worker's budgets; messages of unknown and foreign workers are ignored.
+    Disconnect a worker that speaks of another one."""
     record = transition.memory.workers.get(worker)
     if record is None or record.foreign:
         return
@@ -89,13 +89,35 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             Disconnect(worker=worker, reason=f"it sent {type(message).__name__} of another worker")
         )
         return
+    if isinstance(message, IterationCommitted):
+        commits.committed(transition, record, message, now_us)
+    elif floods.admits(transition, worker, message, now_us):
+        if isinstance(message, TaskCompleted | StopRequested):
+            take_waiting(transition, worker)
+        take(transition, worker, message)
+
+
+def take_due(transition: Transition, key: str) -> None:
+    """Take what has waited until the bucket of its kind allows it (timer "budget")."""
+    worker, message = floods.due(transition, key)
+    if message is not None and worker in transition.memory.workers:
+        take(transition, worker, message)
+
+
+def take_waiting(transition: Transition, worker: WorkerId) -> None:
+    """Take all that waits: no more comes of the worker, or its last word."""
+    for message in floods.take_waiting(transition, worker):
+        take(transition, worker, message)
+
+
+def take(transition: Transition, worker: WorkerId, message: FromWorker) -> None:  # noqa: C901  # one case for each kind of message
+    """Dispatch a message of a worker of this node to its subject."""
+    record = transition.memory.workers[worker]
     match message:
         case Hello():
             connected(transition, message)
         case WorkerReady():
             ready(transition, record)
-        case IterationCommitted():
-            commits.committed(transition, record, message)
         case WorkerJoinedGroup():
             if message.generation <= record.regrouped:
                 return  # repeated to a new agent
@@ -134,8 +156,8 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             commits.close_sum(transition, record.task)
             transition.change(record, completed=True)
             transition.append(message)
-        case Flight() | Stacks():
-            pass  # the shell has it
+        case Flight() | Stacks() | IterationCommitted():
+            pass  # the shell has it; the sums have it
         case _:
             transition.append(message)
 

@@ -12,6 +12,7 @@ import msgspec
 
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.commit_sums import CommitSum, Position
+from unicrond.agents.core.worker_budgets import ReportDrops, WorkerBudget, WorkerHeldUp
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import FromForkServer, FromWorker, GroupMembership, Hello, ToForkServer, ToWorker
 from unicrond.events.vocabulary import (
@@ -171,6 +172,8 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
     holds: frozenset[str] = frozenset()
     #: By "task/shard": a state in the node's memory that is not reported yet, while the timer of the last report runs.
     untold: dict[str, SnapshotStored | None] = {}
+    #: What each worker has said lately; of one that has ended, until all is said of it.
+    budgets: dict[WorkerId, WorkerBudget] = {}
     leave_reason: str = ""
     #: Why it ends by the coordinator's order: for good, or since the node was forgotten while it was away.
     ends: Literal["", "for good", "forgotten"] = ""
@@ -213,10 +216,11 @@ class WorkerConnected(_StateStruct, frozen=True, kw_only=True):
 
 
 class WorkerSaid(_StateStruct, frozen=True, kw_only=True):
-    """A connected worker has sent a message."""
+    """A connected worker has sent a message, which was read at `now_us` of the machine's monotonic clock."""
 
     worker: WorkerId
     message: FromWorker
+    now_us: int
 
 
 class WorkerDisconnected(_StateStruct, frozen=True, kw_only=True):
@@ -251,11 +255,11 @@ class ForkServerDied(_StateStruct, frozen=True, kw_only=True):
     cause: ExitCause = "signalled"
 
 
-TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy", "drain"]
+TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy", "drain", "budget", "floods"]
 
 
 class TimerFired(_StateStruct, frozen=True, kw_only=True):
-    """A timer has fired. `key`: as in its ArmTimer: a worker, a task, or ""."""
+    """A timer has fired. `key`: as in its ArmTimer: a worker, a task, a worker and a kind of message, or ""."""
 
     name: TimerName
     key: str
@@ -348,9 +352,9 @@ class HandOver(_StateStruct, frozen=True, kw_only=True):
 
 
 Input: TypeAlias = (
-    Commanded | LogDecision | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied
-    | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked
-    | LinksProbed | StacksTaken | Unreadable | Drain | LeaveNow | HandOver
+    Commanded | LogDecision | WorkerConnected | WorkerSaid | WorkerHeldUp | WorkerDisconnected | ForkServerSaid
+    | ForkServerDied | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld
+    | NodeFaultInjected | Checked | LinksProbed | StacksTaken | Unreadable | Drain | LeaveNow | HandOver
 )  # fmt: skip
 
 
@@ -434,5 +438,5 @@ class Finish(_StateStruct, frozen=True, kw_only=True):
 
 Action: TypeAlias = (
     Append | TellWorker | TellForkServer | ArmTimer | CopyState | InjectIntoNode | RunCheck | Disconnect | ForgetLog
-    | ProbeLinks | TakeStacks | Finish
+    | ProbeLinks | TakeStacks | ReportDrops | Finish
 )  # fmt: skip

@@ -44,9 +44,14 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Unframer(Generic[T]):
-    """Collects bytes and returns the messages that are complete. `expected`: a union of tagged structs."""
+    """Collects bytes and returns the messages that are complete. `expected`: a union of tagged structs; none is longer
+    than `max_bytes`."""
 
-    def __init__(self, expected: object) -> None:
+    def __init__(self, expected: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_bytes = max_bytes
+        #: How many frames have come, those of unknown types among them.
+        self.frames = 0
+        self._has_skipped = False
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)
         self._kinds: dict[str, type[msgspec.Struct]] = {
             str(kind.__struct_config__.tag): kind for kind in typing.get_args(expected) or (expected,)
@@ -60,11 +65,12 @@ class Unframer(Generic[T]):
         start = 0
         while len(self._buffer) - start >= _HEADER_BYTES:
             size_bytes = int.from_bytes(self._buffer[start : start + _HEADER_BYTES], "big")
-            if size_bytes > MAX_FRAME_BYTES:
-                raise BadFrame(f"announced frame of {size_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
+            if size_bytes > self._max_bytes:
+                raise BadFrame(f"announced frame of {size_bytes} bytes; the limit is {self._max_bytes}")
             end = start + _HEADER_BYTES + size_bytes
             if len(self._buffer) < end:
                 break
+            self.frames += 1
             message = self._decode(bytes(self._buffer[start + _HEADER_BYTES : end]))
             if message is not None:
                 messages.append(message)
@@ -85,7 +91,9 @@ class Unframer(Generic[T]):
                         fields = without_unknown(plain, self._kinds[name])
                         return self._decoder.decode(msgspec.msgpack.encode(fields))
                     if name not in _NAMES:
-                        logger.warning("skipping an unknown message %s: its sender is of a newer version", name)
+                        if not self._has_skipped:  # once for a stream: a sender may say it without end
+                            logger.warning("skipping an unknown message %s: its sender is of a newer version", name)
+                        self._has_skipped = True
                         return None
             except (msgspec.MsgspecError, ValueError, RecursionError):
                 pass

@@ -82,6 +82,8 @@ class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 #: Room for a membership of as many workers as there can be, all of them joiners, with the longest names.
 MAX_FRAME_BYTES = 40 * 1024 * 1024
+#: What a worker says: an iteration's micro-batches, of as many ranks as there can be.
+MAX_REPORT_BYTES = 1024 * 1024
 
 
 class Reporter(TypedDict):

@@ -19,9 +19,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 
 from unicrond.agents.core.state import WorkerDisconnected, WorkerSaid
+from unicrond.agents.core.worker_budgets import WorkerHeldUp
 from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host import oom_kill_counts as kill_counts
 from unicrond.agents.host.task_users import not_separated, visible_environment
@@ -99,6 +101,7 @@ class ProcessKeeper:
             on_connected=self._worker_connected,
             on_message=self._worker_said,
             on_disconnected=self._worker_disconnected,
+            on_held_up=lambda worker, frames: shell.feed(WorkerHeldUp(worker=worker, frames=frames)),
         )
         #: What workers are asked, and have not answered yet.
         self.questions = Questions(self._sockets.send)
@@ -144,7 +147,7 @@ class ProcessKeeper:
         if isinstance(message, Flight | Stacks):
             self.questions.receive(worker, message)
         else:
-            self._shell.feed(WorkerSaid(worker=worker, message=message))
+            self._shell.feed(WorkerSaid(worker=worker, message=message, now_us=time.monotonic_ns() // 1000))
 
     def _worker_disconnected(self, worker: WorkerId) -> None:
         self.questions.disconnected(worker)

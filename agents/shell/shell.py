@@ -12,11 +12,13 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, assert_never
 
+from unicrond.agents.core import floods
 from unicrond.agents.core import machine as core
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.known_event_log import difference
@@ -45,6 +47,7 @@ from unicrond.agents.core.state import (
     TimerFired,
     WorkerConnected,
 )
+from unicrond.agents.core.worker_budgets import ReportDrops
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import FromForkServer, Hello, Inventory, ProcessExited, ToForkServer, ToWorker
 from unicrond.agents.shell.outbox import Outbox
@@ -62,6 +65,8 @@ from unicrond.events.vocabulary import (
 )
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered
+
+logger = logging.getLogger(__name__)
 
 
 class Shell(ABC):
@@ -200,6 +205,9 @@ class Shell(ABC):
                 self.take_stacks(action)
             case Disconnect(worker=worker, reason=reason):
                 self.disconnect(worker, reason)
+            case ReportDrops(worker=worker, counts=counts):
+                kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+                logger.warning("%s says more than goes on to the log; dropped or replaced: %s", worker, kinds)
             case ForgetLog():
                 self.outbox.forget()
                 self.read_seq = 0
@@ -298,12 +306,15 @@ class Shell(ABC):
         self._beat += 1
         config = self.state.config
         workers = len(self.state.memory.workers)
+        dropped_count, flooding_worker = floods.worst(self.state)
         beat = Heartbeat(
             node=config.node,
             agent_boot=config.agent_boot,
             beat=self._beat,
             workers=workers,
             read_seq=self.read_seq,
+            dropped_messages=dropped_count,
+            flooding_worker=flooding_worker,
             **load,
         )
         return Envelope(

@@ -3,6 +3,9 @@
 The fork server makes a worker's connection and names the worker: a worker cannot speak in another one's name. (Workers
 of an older fork server connect themselves, as this user.)
 
+A worker that says more than READING (core/worker_budgets.py) allows is read no further for a while: what it says then
+stays with the kernel, and after that with the worker. That holds over its connections, and each of them counts as well.
+
 The socket's file may be unlinked (by a cleaner of temporary files). Connected workers do not notice; a worker
 that starts later would find no agent, and end after the lease. So the file is checked regularly, and bound again.
 """
@@ -13,12 +16,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from unicrond.agents.core.worker_budgets import GREETING_FRAMES, READING
 from unicrond.agents.host.paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
-from unicrond.agents.protocol.messages import ConnectionOwner, FromWorker, Hello, ToWorker
+from unicrond.agents.protocol.messages import MAX_REPORT_BYTES, ConnectionOwner, FromWorker, Hello, ToWorker
 from unicrond.agents.protocol.worker_line import peer_uid
 from unicrond.events.vocabulary import WorkerId
 
@@ -27,11 +32,15 @@ logger = logging.getLogger(__name__)
 #: Nothing waits for a worker that does not read; beyond this it is cut off (it connects again and gets all anew).
 _MAX_UNREAD_BYTES = 16 * 1024 * 1024
 _LOOK_EVERY_S = 1.0
+#: What is read at once: others wait for so long.
+_READ_BYTES = 16 * 1024
+#: A pause is no shorter, so that there are few.
+_PAUSE_MIN_S = 0.05
 
 
 class WorkerSockets:
     """The workers' connections. `on_connected` is called before any message of a connection; `on_disconnected` for the
-    newest one only."""
+    newest one only; `on_held_up` with the number of frames that were read late."""
 
     def __init__(
         self,
@@ -40,12 +49,16 @@ class WorkerSockets:
         on_connected: Callable[[Hello], None],
         on_message: Callable[[WorkerId, FromWorker], None],
         on_disconnected: Callable[[WorkerId], None],
+        on_held_up: Callable[[WorkerId, int], None] = lambda _worker, _frames: None,
         look_every_s: float = _LOOK_EVERY_S,
     ) -> None:
         self._path = path
         self._on_connected = on_connected
         self._on_message = on_message
         self._on_disconnected = on_disconnected
+        self._on_held_up = on_held_up
+        #: Until when each worker's frames are paid for (Bucket).
+        self._read_us: dict[WorkerId, int] = {}
         self._writers: dict[WorkerId, asyncio.StreamWriter] = {}
         #: The connections that the fork server has made; a worker has one at a time.
         self._assigned_writers: dict[WorkerId, asyncio.StreamWriter] = {}
@@ -131,12 +144,13 @@ class WorkerSockets:
                 await writer.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        incoming: Unframer[FromWorker | ConnectionOwner] = Unframer(FromWorker | ConnectionOwner)
+        incoming: Unframer[FromWorker | ConnectionOwner] = Unframer(FromWorker | ConnectionOwner, MAX_REPORT_BYTES)
         worker = ""
         owner: ConnectionOwner | None = None
         reason = "end of stream"
         try:
-            while data := await reader.read(65536):
+            while data := await reader.read(_READ_BYTES):
+                frames_before = incoming.frames
                 for message in incoming.feed(data):
                     if isinstance(message, ConnectionOwner):
                         owner = self._assign(message, owner, worker, writer)
@@ -150,6 +164,7 @@ class WorkerSockets:
                         )
                     elif self._writers.get(worker) is writer:
                         self._on_message(worker, message)
+                await self._hold_up(owner.worker if owner else worker, incoming.frames - frames_before, len(data))
         except BadFrame as error:
             reason = f"bad frame: {error}"
             logger.error("%s: closing its connection, %s", worker or "an unknown worker", reason)
@@ -162,6 +177,16 @@ class WorkerSockets:
                 del self._writers[worker]
                 logger.info("%s has disconnected (%s)", worker, reason)
                 self._on_disconnected(worker)
+
+    async def _hold_up(self, worker: str, frames: int, size_bytes: int) -> None:
+        """Wait until the worker may say more."""
+        now_us = time.monotonic_ns() // 1000
+        paid_us = READING.paid_us(self._read_us.get(worker, 0), now_us, frames + size_bytes // 4096)
+        self._read_us[worker] = paid_us
+        if pause_us := READING.pause_us(paid_us, now_us):
+            if worker in self._writers:
+                self._on_held_up(worker, frames)
+            await asyncio.sleep(max(pause_us / 1e6, _PAUSE_MIN_S))
 
     def _assign(
         self, message: ConnectionOwner, before: ConnectionOwner | None, worker: str, writer: asyncio.StreamWriter
@@ -177,6 +202,9 @@ class WorkerSockets:
         return message
 
     def _greet(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
+        now_us = time.monotonic_ns() // 1000
+        self._read_us = {worker: paid_us for worker, paid_us in self._read_us.items() if paid_us > now_us}
+        self._read_us[hello.worker] = READING.paid_us(self._read_us.get(hello.worker, 0), now_us, GREETING_FRAMES)
         older = self._writers.get(hello.worker)
         self._writers[hello.worker] = writer
         if older is not None:

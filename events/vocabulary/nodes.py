@@ -229,6 +229,8 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
 
     `outbox_backlog`: observations that the event log has not taken for a second or more; `outbox_backlog_us`: the
     oldest's age. `read_seq`: the last entry of its commands that this agent has handled; 0: none yet.
+    `dropped_messages`: of its workers within the last minute or two, beyond their budgets; `flooding_worker`: whose are
+    most.
     """
 
     node: Name
@@ -240,6 +242,8 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     outbox_backlog: Count = 0
     outbox_backlog_us: Micros = 0
     read_seq: Count = 0
+    dropped_messages: Count = 0
+    flooding_worker: WorkerOrNone = ""
 
     def sentence(self) -> str:
         """Say it in one sentence."""

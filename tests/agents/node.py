@@ -198,6 +198,8 @@ class Node:
     #: How often the log holds each (task, generation, iteration).
     committed: dict[tuple[str, int, int], int] = field(default_factory=dict)
     finished: bool = False
+    #: The machine's monotonic clock; a worker says something every ten seconds.
+    now_us: int = 0
     next_pid: int = 100
 
     def __post_init__(self) -> None:
@@ -256,7 +258,8 @@ class Node:
         """An event is about the worker that sends it, whichever it was made for."""
         if isinstance(message, WorkerObservation):
             message = replace(message, **reporter(worker))
-        return self.feed(WorkerSaid(worker=worker, message=message))
+        self.now_us += 10_000_000
+        return self.feed(WorkerSaid(worker=worker, message=message, now_us=self.now_us))
 
     def ready(self, worker: str) -> None:
         self.hello(worker)

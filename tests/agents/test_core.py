@@ -839,7 +839,7 @@ OWN_STATE = SnapshotStored(
 @pytest.mark.parametrize("event", [OWN, OWN_STATE])
 def test_agent_appends_the_event_of_a_worker_as_it_is(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
     member(node, "a.1", 1)
-    node.feed(WorkerSaid(worker="a.1", message=event))
+    node.feed(WorkerSaid(worker="a.1", message=event, now_us=0))
     assert node.of(type(event)) == [event]
 
 
@@ -855,7 +855,7 @@ def test_agent_appends_the_event_of_a_worker_as_it_is(node: Node, event: WorkerW
 )
 def test_agent_disconnects_a_worker_that_speaks_of_another(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
     member(node, "a.1", 1)
-    (action,) = node.feed(WorkerSaid(worker="a.1", message=event))
+    (action,) = node.feed(WorkerSaid(worker="a.1", message=event, now_us=0))
     assert isinstance(action, Disconnect) and action.worker == "a.1" and not node.of(type(event))
 
 

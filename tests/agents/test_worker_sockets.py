@@ -6,14 +6,16 @@ import asyncio
 import logging
 import shutil
 import stat
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from unicrond.agents.core.worker_budgets import GREETING_FRAMES, READING
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import ConnectionOwner, Hello
+from unicrond.agents.protocol.messages import MAX_REPORT_BYTES, ConnectionOwner, Hello
 from unicrond.agents.shell.worker_sockets import WorkerSockets
 from unicrond.events.vocabulary import WorkerReady
 
@@ -24,13 +26,18 @@ class Heard:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "agent.sock"
         self.said: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
+        self.late: dict[str, int] = {}
         self.sockets = WorkerSockets(
             self.path,
             on_connected=lambda hello: self.said.put_nowait((hello.worker, hello)),
             on_message=lambda worker, message: self.said.put_nowait((worker, message)),
             on_disconnected=lambda worker: self.said.put_nowait((worker, None)),
+            on_held_up=self._count_late,
             look_every_s=0.01,
         )
+
+    def _count_late(self, worker: str, frames: int) -> None:
+        self.late[worker] = self.late.get(worker, 0) + frames
 
     async def connect(self, worker: str) -> asyncio.StreamWriter:
         """A worker's connection; it may have to look more than once, as workers do."""
@@ -133,3 +140,30 @@ async def test_worker_has_one_connection_at_a_time(heard: Heard, given: Given) -
     await given.say(WHOSE, HELLO)
     assert await first.read() == b"", "what it never used is closed"
     assert await heard.next() == ("a.1", HELLO)
+
+
+async def test_worker_that_says_too_much_is_read_late_over_all_its_connections(heard: Heard) -> None:
+    ready = frame(WorkerReady(node="n", task="a", worker="a.1"))
+    began_s = time.monotonic()
+    first, other = await heard.connect("a.1"), await heard.connect("b.1")
+    first.write(ready * READING.size)
+    for _ in range(READING.size):
+        assert (await heard.next())[0] == "a.1"
+    first.close()
+    second = await heard.connect("a.1")
+    second.write(ready * 1000)
+    other.write(frame(WorkerReady(node="n", task="b", worker="b.1")))
+    said = [(await heard.next())[0] for _ in range(1001)]
+    extra = 1000 + 2 * GREETING_FRAMES
+    assert time.monotonic() - began_s > 0.8 * extra * READING.every_us / 1e6
+    assert said.index("b.1") < 1000, "another one does not wait"
+    assert heard.late.keys() == {"a.1"} and heard.late["a.1"] >= 1000
+    for writer in (second, other):
+        writer.close()
+
+
+async def test_frame_longer_than_any_report_ends_the_connection(heard: Heard) -> None:
+    writer = await heard.connect("a.1")
+    writer.write((MAX_REPORT_BYTES + 1).to_bytes(4, "big"))
+    assert await heard.next() == ("a.1", None)
+    writer.close()

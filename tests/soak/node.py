@@ -173,7 +173,7 @@ class Worker:
         return Reporter(node=self.node.name, task=self.spec.name, worker=self.name)
 
     def say(self, message: Any) -> None:
-        self.node.feed(WorkerSaid(worker=self.name, message=message))
+        self.node.feed(WorkerSaid(worker=self.name, message=message, now_us=time.monotonic_ns() // 1000))
 
 
 class Acknowledged:

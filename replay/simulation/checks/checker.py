@@ -173,6 +173,7 @@ class InvariantChecker:
 
     def agent_acts(self, host: CheckedHost, agent_input: Input, actions: Sequence[Action]) -> None:
         """Check what an agent does on an input."""
+        self.record_breach("honest_workers_are_heard", rules.honest_workers_are_heard(host.name, actions))
         # Without a memory the fence that it saw may not be written, or another machine of its name saw it.
         if isinstance(agent_input, Commanded | LogDecision) and host.remembers:
             highest = self._fences.get(host.name, (0, 0))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from unicrond.agents.core.state import Action, Append, ArmTimer, Commanded, LogDecision
+from unicrond.agents.core.worker_budgets import ReportDrops
 from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
 from unicrond.core.decide import decide, needed_solves
@@ -62,6 +63,7 @@ RULES: dict[str, str] = {
     "handovers_are_awaited": "A worker hands over before it is stopped for another layout, its node's deadline aside.",
     "ordered_faults_strike_once": "An ordered fault happens once, whatever is repeated.",
     "stale_commands_never_act": "An agent that has seen a newer term or epoch ignores older commands.",
+    "honest_workers_are_heard": "Of what an honest worker says nothing waits, and nothing is dropped.",
     "generations_never_go_back": "A worker never gets an older membership after a newer one.",
     "slots_are_held_once": "No two living processes hold one GPU slot, no two one worker id (unless one never built).",
     "steps_have_one_membership": "All replicas that commit an iteration commit the same sums of one membership.",
@@ -354,6 +356,16 @@ def handovers_are_awaited(basis: ClusterState, stop: v.StopWorker) -> str:
         return ""  # a person wanted the node empty by then
     whole = [member.worker for member in leaving_members(task)]
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""
+
+
+def honest_workers_are_heard(node: str, actions: Sequence[Action]) -> str:
+    """Check that an agent lets through what its workers say."""
+    for action in actions:
+        if isinstance(action, ReportDrops):
+            return f"{node} drops what {action.worker} says: {action.counts}"
+        if isinstance(action, ArmTimer) and action.name == "budget":
+            return f"{node} holds back what a worker says: {action.key}"
+    return ""
 
 
 def fence_of(order: Commanded | LogDecision, highest: tuple[int, int]) -> tuple[int, int]:

@@ -340,7 +340,7 @@ class SimulatedAgent(Shell):
             if isinstance(message, Hello):
                 self.worker_connected(message)
             else:
-                self.feed(WorkerSaid(worker=worker, message=message))
+                self.feed(WorkerSaid(worker=worker, message=message, now_us=int(loop.time() * 1e6)))
 
         to_agent: Pipe[FromWorker] = Pipe(loop, rng, take)
         to_worker: Pipe[ToWorker] = Pipe(loop, rng, process.receive)
