@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from unicrond.core.nodes.liveness import (
     MOST_SILENT_FACTOR,
@@ -12,6 +13,7 @@ from unicrond.core.nodes.liveness import (
     PAUSES_MAX,
     RECONNECT_US,
     SAY_AGAIN_US,
+    Flood,
     Liveness,
     Pauses,
     VerdictLimiter,
@@ -19,6 +21,7 @@ from unicrond.core.nodes.liveness import (
 from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.state import Node, NodeStatus
 from unicrond.events import vocabulary as v
+from unicrond.service.coordinator.alarms import FLOOD_MESSAGES, flood_alarms
 
 BEAT_US = 1_000_000
 
@@ -456,3 +459,17 @@ def test_judgement_skips_recently_heard_nodes(monkeypatch: pytest.MonkeyPatch) -
         bus.now_us += 100_000
         bus.liveness.verdicts(bus.nodes, bus.now_us)
     assert looks <= 8 * 3
+
+
+def test_flood_of_a_node_stands_while_its_beats_tell_of_it() -> None:
+    liveness = Liveness(BEAT_US, 0)
+    flooded = replace(heartbeat("n1", 1), dropped_messages=5000, flooding_worker="big.7")
+    liveness.on_beat(flooded, 1, 1, 1)
+    liveness.on_beat(heartbeat("n2", 1), 2, 1, 1)
+    assert liveness.floods(2) == {"n1": Flood(5000, "big.7")}
+    (alarm,) = flood_alarms(liveness.floods(2))
+    assert alarm.key == "worker-floods:n1" and "worker big.7 of task big on node n1" in alarm
+    assert not flood_alarms({"n1": Flood(FLOOD_MESSAGES - 1, "big.7")}), "a program that saves at each tiny iteration"
+    assert not liveness.floods(1 + liveness.limit_us + 1), "it is heard no longer"
+    liveness.on_beat(heartbeat("n1", 2), 3, 2, 2)
+    assert not liveness.floods(2)

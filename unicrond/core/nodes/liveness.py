@@ -77,6 +77,13 @@ class OutboxBacklog(NamedTuple):
     oldest_us: int
 
 
+class Flood(NamedTuple):
+    """Messages of a node's workers beyond their budgets, by its last beat; `worker`: whose are most."""
+
+    messages: int
+    worker: str
+
+
 class VerdictLimiter:
     """Remembers when each verdict was reported: mutable, and time is handed in."""
 
@@ -153,6 +160,7 @@ class Liveness:
         self._signs_us: OrderedDict[str, int] = OrderedDict()
         self._last_sign_us = 0
         self._keeping: set[str] = set()
+        self._flooded: set[str] = set()
         self._nodes: Mapping[str, Node] = {}
         self._up: dict[str, int] = {}
         self._lost_nodes: list[str] = []
@@ -181,6 +189,7 @@ class Liveness:
                 self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
                 self._sign(beat.node, now_us)
                 (self._keeping.add if beat.outbox_backlog else self._keeping.discard)(beat.node)
+                (self._flooded.add if beat.dropped_messages else self._flooded.discard)(beat.node)
             return
         term, number = self._own_last
         is_one_missing = beat.agent_boot == term and beat.beat > number + 1
@@ -212,12 +221,23 @@ class Liveness:
 
     def backlogs(self, now_us: int) -> dict[str, OutboxBacklog]:
         """Return, per node that is heard, the observations that its agent cannot append; most nodes have none."""
-        keeping = ((name, self.beats[name]) for name in sorted(self._keeping))
         return {
-            name: OutboxBacklog(last.beat.outbox_backlog, last.beat.outbox_backlog_us)
-            for name, last in keeping
-            if last.beat is not None and now_us - last.heard_us <= self.limit_us
+            beat.node: OutboxBacklog(beat.outbox_backlog, beat.outbox_backlog_us)
+            for beat in self._fresh_beats(self._keeping, now_us)
         }
+
+    def floods(self, now_us: int) -> dict[str, Flood]:
+        """Return, per node that is heard, the messages of its workers beyond their budgets; most nodes have none."""
+        return {
+            beat.node: Flood(beat.dropped_messages, beat.flooding_worker)
+            for beat in self._fresh_beats(self._flooded, now_us)
+        }
+
+    def _fresh_beats(self, names: Collection[str], now_us: int) -> Iterator[v.Heartbeat]:
+        """Yield the last beats of those that are heard, in the order of their names."""
+        for last in (self.beats[name] for name in sorted(names)):
+            if last.beat is not None and now_us - last.heard_us <= self.limit_us:
+                yield last.beat
 
     def grace(self, now_us: int) -> None:
         """Forget the silence before now (the bus was away, or this process was); nodes may have to connect again."""

@@ -57,6 +57,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "tokens-unreadable": "api.tokens_file cannot be read",
         "view-closed": "a view of the log ended by a bug",
         "volume-full": "a volume of the log is nearly full",
+        "worker-floods": "a worker says far more than goes on to the log",
     }
 )
 

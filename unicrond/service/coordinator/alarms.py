@@ -19,18 +19,18 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from unicrond.core.fold import LEAP_MAX_US
 from unicrond.core.nodes.brakes import hold_subject, hold_text, open_holds
-from unicrond.core.nodes.liveness import OWN_NAME
+from unicrond.core.nodes.liveness import OWN_NAME, Flood
 from unicrond.core.nodes.outages import outage_texts
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
 from unicrond.events.vocabulary import AlarmEnded
-from unicrond.events.vocabulary.phrases import clean, count, span, to_the_second
+from unicrond.events.vocabulary.phrases import clean, count, span, task_of, to_the_second
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
@@ -41,6 +41,9 @@ STANDS_US = 3600 * 1_000_000
 GONE_US = 60_000_000
 #: So many held decisions have an alarm each.
 HOLDS_MAX = 16
+#: So many messages of a node's workers within a minute or two are a flood. A program that saves each of its tiny
+#: iterations stays below.
+FLOOD_MESSAGES = 1000
 _SAVE_FAILURES = {
     "unicron": "did not save the checkpoint",
     "program": "its program did not save its checkpoint",
@@ -144,6 +147,20 @@ def hold_alarms(state: ClusterState) -> list[Alarm]:
     if rest := len(holds) - len(alarms):
         alarms.append(Alarm("decisions-held", f"{count(rest, 'more decision is', 'more decisions are')} held"))
     return alarms
+
+
+def flood_alarms(floods: Mapping[str, Flood]) -> list[Alarm]:
+    """Return an alarm for each node whose workers say far more than goes on to the log."""
+    return [
+        Alarm(
+            "worker-floods",
+            f"worker {flood.worker} of task {task_of(flood.worker)} on node {name} floods its agent: "
+            f"{flood.messages} messages of the node's workers were dropped, replaced or read late within a minute",
+            name,
+        )
+        for name, flood in floods.items()
+        if flood.messages >= FLOOD_MESSAGES and flood.worker
+    ]
 
 
 def written_by(subject: str) -> tuple[str, str]:

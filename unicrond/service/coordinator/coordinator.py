@@ -42,7 +42,7 @@ from unicrond.events.vocabulary import AnyEvent, CheckNode, CoordinatorStarted, 
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered, since, told_version
 from unicrond.page.attention import state_alarms
-from unicrond.service.coordinator.alarms import AlarmBoard, clock_alarms, silence_alarms
+from unicrond.service.coordinator.alarms import AlarmBoard, clock_alarms, flood_alarms, silence_alarms
 from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
 from unicrond.service.coordinator.code_identity import code_version
 from unicrond.service.coordinator.event_log_health import outbox_backlog_alarms
@@ -228,6 +228,7 @@ class Coordinator(Follower):
         outbox_backlog = outbox_backlog_alarms(self.outbox_backlog())
         more = [alarm for alarms in self._more_alarms for alarm in alarms()]
         alarms = [*super().standing_alarms(), *silence_alarms(self.state), *clock_alarms(self._clock_lead_us)]
+        alarms += flood_alarms(self.liveness.floods(self._clock.monotonic_us()))
         return [*alarms, *outbox_backlog, *self.around.alarms(), *more]
 
     def add_alarms(self, alarms: Callable[[], list[Alarm]]) -> None:
