@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -259,7 +260,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         agent_parser.error(str(error))
     run_dir = arguments.run_dir or default_run_dir(arguments.node)
     try:
-        login = login_of(arguments)
+        login = replace(login_of(arguments), is_for_locked_servers=bool(arguments.run_as))
         if login.key and (name := read_key(login.key).login) != agent_login(arguments.node):
             raise UsageError(f"--key: {login.key} is the key of {name}, not of node {arguments.node}")
         RunDir(run_dir)

@@ -63,6 +63,16 @@ class NoTls(nats.errors.Error):  # type: ignore[misc]
         return "NATS offers no TLS there, but a CA was given: check the address, or leave the CA out"
 
 
+class NoLogins(nats.errors.Error):  # type: ignore[misc]
+    """The server lets everybody in, and its client was told to use none such."""
+
+    def __str__(self) -> str:
+        return (
+            "NATS asks for no login there, so whoever reaches it may order this agent to run code as the users of "
+            "--run-as: have the head use keys (remove auth: off; unicrond enroll), or start without --run-as"
+        )
+
+
 #: Takes subject, reply subject, body and headers (with their first line) of one message, as they came.
 Sink = Callable[[bytes, bytes, bytes, bytes], None]
 
@@ -75,13 +85,15 @@ class _Client(Client):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.sinks: dict[int, Sink] = {}
-        self.wants_tls = False
+        self.wants_tls = self.wants_logins = False
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and self.wants_tls:
             if not (info.get("tls_required") or info.get("tls_available")):
                 raise NoTls
             info["tls_required"] = True  # nats-py goes on in clear where it is not said
+        if initial_connection and self.wants_logins and not info.get("auth_required"):
+            raise NoLogins
         await super()._process_info(info, initial_connection)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
@@ -362,6 +374,7 @@ class Connection:
         client = _Client()
         try:
             options = self._login.options()
+            client.wants_logins = self._login.is_for_locked_servers
             client.wants_tls = "tls" in options or any(url.startswith("tls:") for url in self._urls)
             await client.connect(
                 servers=self._urls,
@@ -392,7 +405,7 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Record whatever nats-py reports. Must not raise: that would kill the reader."""
         text = client_name(_describe(error))
-        if isinstance(error, BadKey | BadCa | NoTls):
+        if isinstance(error, BadKey | BadCa | NoTls | NoLogins):
             explanation = str(error)
         else:
             explanation = refusal(text, self._login) or tls_trouble(error, self._login)

@@ -26,6 +26,7 @@ class Login:
     `creds` and `nkey_seed`, for logins of others, are paths of files. `tls_ca` is the path of a CA certificate and
     turns TLS on, as a key does that carries one. `tls_cert`, `tls_key`: the client's own certificate, where servers
     want one; a key may carry that too. `tls_name`: the name that the server's certificate must have; None: its host.
+    `is_for_locked_servers`: a server that lets everybody in is refused.
     """
 
     user: str | None = None
@@ -37,6 +38,7 @@ class Login:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_name: str | None = None
+    is_for_locked_servers: bool = False
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments for nats.connect. Raise BadKey, BadCa."""

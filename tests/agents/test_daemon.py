@@ -27,10 +27,10 @@ from unicrond.agents.protocol.marks import Marker
 from unicrond.events.cli.exit_codes import FORGOTTEN
 from unicrond.events.log.subjects import EVENT_STREAM, agent_consumer
 from unicrond.events.nats.commands import ensure_command_consumer
-from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
-from unicrond.events.nats.streams import api, event_stream_config
+from unicrond.events.nats.streams import api, create_streams, event_stream_config
 from unicrond.events.queries import node_checks
 from unicrond.events.queries.node_checks import FactsCheck, LinksCheck, LinksReport, NodeFacts, Peer, decode_report
 from unicrond.events.queries.worker_queries import LogsReply, LogsRequest, decode_reply, encode, logs_subject
@@ -294,11 +294,49 @@ async def test_daemon_passes_secrets_to_worker(agent: AgentProcess, coordinator:
 
 
 @needs_root
+async def test_agent_with_users_refuses_log_without_logins(
+    agent: AgentProcess, nats_connection: Connection, coordinator: Coordinator
+) -> None:
+    """Whoever reaches such a log could run code as these users."""
+    await coordinator.until(NodeJoined)
+    agent.process.terminate()
+    agent.process.wait()
+    agent.prefix, agent.more = opened(), ("--hand-over", "--run-as", USER)
+    before = await NatsEventLog(nats_connection).last_seq()
+    agent.start()
+    async with asyncio.timeout(30):
+        while "NATS asks for no login there" not in agent.log():  # noqa: ASYNC110  (another process)
+            await asyncio.sleep(0.05)
+    assert "unicrond enroll), or start without --run-as" in agent.log()
+    assert await NatsEventLog(nats_connection).last_seq() == before
+
+
+@pytest.fixture
+async def locked(tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServer, Coordinator]]:
+    """A server that asks for a login, with its password in `<tmp_path>/password`, and a coordinator there."""
+    (tmp_path / "password").write_text("secret\n")
+    login = Login(user="unicron", password="secret")
+    server = EmbeddedServer(tmp_path / "locked", login=login)
+    await server.start()
+    try:
+        connection = await connect(server.url, name="test", login=login, timeout_s=10)
+        await create_streams(connection)
+        coordinator = Coordinator(connection)
+        async with aclosing(coordinator.entries):
+            yield server, coordinator
+        await connection.close()
+    finally:
+        await server.kill()
+
+
+@needs_root
 async def test_user_separation_starts_after_old_workers_exit(
-    nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
+    locked: tuple[EmbeddedServer, Coordinator], run_dir: Path, tmp_path: Path
 ) -> None:
     """The fork server of the agent before cannot change users: no worker starts until its last one has ended."""
-    agent = AgentProcess(nats_server.url, run_dir)
+    server, coordinator = locked
+    login = ("--user", "unicron", "--password-file", str(tmp_path / "password"))
+    agent = AgentProcess(server.url, run_dir, "--hand-over", *login)
     try:
         await coordinator.until(NodeJoined)
         assert "not separated: tasks run as this agent's user (root)" in agent.log()
@@ -306,7 +344,7 @@ async def test_user_separation_starts_after_old_workers_exit(
         before = agent.fork_server()
         agent.process.terminate()
         agent.process.wait()
-        agent.prefix, agent.more = opened(), ("--hand-over", "--run-as", USER)
+        agent.prefix, agent.more = opened(), ("--hand-over", "--run-as", USER, *login)
         agent.start()
         await coordinator.until(NodeJoined)
         order = await coordinator.start("b.1", "describe")
