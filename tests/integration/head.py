@@ -17,11 +17,11 @@ from unicrond.local.dev import free_port
 UNICROND = str(Path(sys.executable).parent / "unicrond")
 
 
-def config(directory: Path, extra: str = "") -> Path:
+def config(directory: Path, extra: str = "", *, auth: str = "off") -> Path:
+    """`auth`: "on" as people have it; most tests read the log and the API as they please."""
     path = directory / "unicron.yaml"
-    path.write_text(
-        f"state_dir: {directory / 'state'}\nnats: {{port: {free_port()}}}\napi: {{port: {free_port()}}}\n{extra}"
-    )
+    ports = f"nats: {{port: {free_port()}}}\napi: {{port: {free_port()}}}\n"
+    path.write_text(f"state_dir: {directory / 'state'}\n{ports}auth: {auth}\n{extra}")
     return path
 
 

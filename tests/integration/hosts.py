@@ -35,13 +35,14 @@ from unicrond.agents.trainer.loop import corpus
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import from_json
 from unicrond.ctl.inject import inject
-from unicrond.events.trust.keys import load_or_create_key
+from unicrond.events.trust.keys import load_or_create_key, write_private
 from unicrond.events.trust.logins import agent_login
 from unicrond.local.dev import HANG_FLOOR_S, SupervisedProcess, free_port
 
 NODES = ("n1", "n2", "n3")
 CUT = "n3"
 HEARTBEAT_S = 0.5
+TOKEN = "unicron_of_the_test"
 #: For so long a link is down: longer than it takes to find that out.
 DOWN_S = 10.0
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
@@ -181,6 +182,8 @@ class Hosts:
             "api": {"port": net.api_port},
         }
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
+        (directory / "state").mkdir()
+        write_private(directory / "state" / "operator.token", TOKEN)  # as the head would make it
         scripts = Path(sys.executable).parent
         env = os.environ | {"PYTHONUNBUFFERED": "1", "UNICRON_HANG_FLOOR_S": HANG_FLOOR_S}
         self.coordinator = SupervisedProcess(
@@ -205,7 +208,7 @@ class Hosts:
         }
 
     async def __aenter__(self) -> Hosts:
-        self._session = aiohttp.ClientSession()
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"})
         await self.coordinator.start()
         await self.until(lambda s: s.term > 0)
         for node in self.agents:

@@ -8,12 +8,14 @@ import signal
 import ssl
 import subprocess
 import sys
+import urllib.error
 from pathlib import Path
 
 import pytest
 from nats.aio.client import Client
 
 from tests.integration.head import UNICROND, config, ctl, daemon, get
+from tests.other_users import ROOT, USER, needs_root, opened
 from unicrond.core.state.state import NodeStatus, TaskStatus
 from unicrond.ctl.client import Client as ApiClient
 from unicrond.events.log.subjects import EVENT_STREAM
@@ -99,7 +101,7 @@ async def refused(path: Path, login: Login) -> str:
 
 async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
     """Enrolled: its login works, and its consumer is there. Revoked: its connection ends. The next daemon knows it."""
-    path, key = with_nats(config(tmp_path), "auth: keys"), tmp_path / "n1.key"
+    path, key = with_nats(config(tmp_path, auth="on"), "auth: keys"), tmp_path / "n1.key"
     async with daemon(path) as (process, _):
         await unicrond(path, "enroll", "n1", "--out", str(key))
         connection = await logged_in(path, Login(key=key))
@@ -135,7 +137,7 @@ async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
 
 async def test_public_head_requires_tls_and_keys(tmp_path: Path) -> None:
     """NATS and the API; with a node that is enrolled, and a certificate that is renewed while they run."""
-    path, key, token = with_nats(config(tmp_path), "host: 0.0.0.0"), tmp_path / "n1.key", tmp_path / "token"
+    path, key, token = with_nats(config(tmp_path, auth="on"), "host: 0.0.0.0"), tmp_path / "n1.key", tmp_path / "token"
     token.write_text("secret\n")
     path.write_text(path.read_text().replace("api: {", f"api: {{host: 0.0.0.0, token_file: {token}, "))
     await unicrond(path, "tls-init")
@@ -171,10 +173,11 @@ async def test_cluster_moves_from_password_to_keys(tmp_path: Path) -> None:
     password.write_text("secret\n")
     path = with_nats(config(tmp_path, "heartbeat_s: 4\n"), f"user: unicron, password_file: {password}")
     shared = Login(user="unicron", password="secret")
-    async with daemon(path) as (process, _):  # on loopback: as ever
+    async with daemon(path) as (process, _):  # without keys, as it may be on loopback
         old = await logged_in(path, shared)
         process.send_signal(signal.SIGTERM)
         await process.wait()
+    path.write_text(path.read_text().replace("auth: off", "auth: on"))
     with_nats(path, "auth: migrate")
     async with daemon(path) as (process, url):
         async with asyncio.timeout(20):
@@ -221,3 +224,35 @@ async def test_agent_with_key_trains_until_revoked(tmp_path: Path) -> None:
         await until_node(dev, NodeStatus.LOST)
         said = dev.agents["node1"].output.read_text()
         assert said.count("NATS refuses the key of node node1") == 1, said
+
+
+async def test_head_is_locked_by_default(tmp_path: Path) -> None:
+    """On loopback too: no login, no log; no token, no answer. unicronctl of the head's user finds the token."""
+    path = config(tmp_path, auth="on")
+    async with daemon(path) as (_, url):
+        assert "NATS wants a login and got none" in await refused(path, Login())
+        for route in ("/v1/state", "/v1/events", "/metrics"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                await asyncio.to_thread(get, url + route)
+        health = await asyncio.to_thread(get, f"{url}/healthz")
+        assert health["status"] == "live" and not health["alarms"]
+        assert "sequence" in await asyncio.to_thread(ctl, url, "status")
+        await unicrond(path, "enroll", "n1", "--out", str(tmp_path / "n1.key"))
+        connection = await logged_in(path, Login(key=tmp_path / "n1.key"))
+        await connection.close()
+
+
+@needs_root
+async def test_another_user_of_the_machine_gets_nothing(tmp_path: Path) -> None:
+    async with daemon(config(tmp_path, auth="on")) as (_, url):
+        words = [*opened(), "setpriv", f"--reuid={USER}", "--clear-groups", sys.executable, "-m", "unicrond.ctl.main"]
+        done = await asyncio.to_thread(
+            subprocess.run, [*words, "--url", url, "status"], capture_output=True, text=True, timeout=60, cwd=ROOT
+        )
+    assert done.returncode == 1 and "operator.token: Permission denied; give --token-file" in done.stderr, done.stderr
+
+
+async def test_unlocked_head_says_so(tmp_path: Path) -> None:
+    async with daemon(config(tmp_path, auth="off")) as (_, url):
+        assert "every process of this machine" in await alarm(url, "auth: off")
+        assert "auth: off: every process" in await asyncio.to_thread(ctl, url, "status")

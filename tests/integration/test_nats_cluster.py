@@ -49,6 +49,7 @@ class Head:
                 "replicas": len(nats.urls),
             },
             "api": {"port": int(self.url.rpartition(":")[2])},
+            "auth": "off",
         }
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
         env = os.environ | {

@@ -45,6 +45,7 @@ class HeadProcess:
             "heartbeat_s": HEARTBEAT_S,
             "nats": nats,
             "api": {"port": self.port},
+            "auth": "off",
             **settings,
         }
         self._path.write_text(yaml.safe_dump(config))

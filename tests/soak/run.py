@@ -109,6 +109,7 @@ class Soak:
             "heartbeat_s": options.heartbeat_s,
             "nats": {"port": nats},
             "api": {"port": http},
+            "auth": "off",
         }
         self.names = [f"n{number:05d}" for number in range(options.agents)]
         spare = max(1, options.agents // 100)

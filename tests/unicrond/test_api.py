@@ -161,7 +161,8 @@ async def test_api_enrolls_and_revokes_nodes(tmp_path: Path) -> None:
         await served.until(v.NodeRevoked)
         async with http.post("/v1/nodes/new/revoke", json={}) as response:
             await refused(response, 404, "node", "not enrolled")
-    async with api(tmp_path) as (_, http), http.post("/v1/nodes/new/enroll", json={"key": key}) as response:
+    unlocked = api(tmp_path, config=Config(auth="off"))
+    async with unlocked as (_, http), http.post("/v1/nodes/new/enroll", json={"key": key}) as response:
         await refused(response, 400, "nats.auth", "uses no keys")
 
 

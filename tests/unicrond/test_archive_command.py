@@ -85,7 +85,7 @@ async def test_coordinator_and_replay_read_archive_first(
 async def test_archive_command_archives_and_trims(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     config = tmp_path / "unicron.yaml"
-    config.write_text(f"state_dir: {state_dir}\n")
+    config.write_text(f"state_dir: {state_dir}\nauth: off\n")
     done = await asyncio.to_thread(unicrond, "archive", "--config", config)
     assert done.returncode == 1 and "no nats-server runs there; start unicrond" in done.stderr
     server = EmbeddedServer(state_dir / "nats")

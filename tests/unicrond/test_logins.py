@@ -23,7 +23,7 @@ from unicrond.events.nats.streams import api
 from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, write_key
 from unicrond.events.trust.logins import BadLogin, Role, User
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
-from unicrond.intake.config import Config, ConfigError, NatsConfig, check, login_as
+from unicrond.intake.config import ApiConfig, Config, ConfigError, NatsConfig, check, login_as
 from unicrond.service.event_log.consumers import Consumers, following
 from unicrond.service.trust.node_logins import expired, migration_line, remember, remembered
 
@@ -144,20 +144,42 @@ def test_configuration_selects_login_method(tmp_path: Path) -> None:
     password.write_text("secret\n")
     shared = {"user": "u", "password_file": str(password)}
     wide = {"host": "0.0.0.0"}
-    assert not given().nats.has_keys
-    assert not given(**shared).nats.has_keys, "on loopback as ever"
-    assert given(**wide).nats.has_keys and given(**wide).nats.shared is None
-    migrating = given(**wide, **shared).nats
-    assert migrating.has_keys and migrating.shared is not None and migrating.shared.password == "secret"
+    assert given().has_keys, "on loopback too"
+    assert not replace(given(), auth="off").has_keys and replace(given(**wide), auth="off").has_keys
+    assert given(**wide).has_keys and given(**wide).nats.shared is None
+    for migrating in (given(**wide, **shared), given(**shared)):
+        assert migrating.has_keys and migrating.nats.shared is not None and migrating.nats.shared.password == "secret"
     assert given(**wide, **shared, auth="keys").nats.shared is None
-    assert not given(url="nats://a:1", **shared).nats.has_keys
+    assert not given(url="nats://a:1", **shared).has_keys
     assert login_as(given(url="nats://a:1", auth="keys", keys="/k"), Role.API).key == Path("/k/api.key")
 
 
-@pytest.mark.parametrize("nats", [{"auth": "migrate"}, {"user": "u"}, {"url": "nats://a:1", "auth": "migrate"}])
+@pytest.mark.parametrize(
+    "nats", [{"auth": "migrate"}, {"user": "u"}, {"url": "nats://a:1", "auth": "migrate"}, {"url": "nats://a:1"}]
+)
 def test_configuration_refuses_bad_logins(nats: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"nats\.(auth|user)"):
+    with pytest.raises(ConfigError, match=r"nats\.(auth|user|url: no login)"):
         check(given(**nats), "file")
+
+
+def test_external_server_without_login_is_said_to_be_open() -> None:
+    check(given(url="nats://user:secret@a:1"), "file")
+    check(replace(given(url="nats://a:1"), auth="off"), "file")
+
+
+@pytest.mark.parametrize(
+    ("nats", "api", "doors"),
+    [
+        ({}, {}, "write the log and order by the API"),
+        ({}, {"token_file": "t"}, "write the log"),
+        ({"auth": "keys"}, {}, "order by the API"),
+        ({"host": "0.0.0.0"}, {"tokens_file": "t"}, ""),
+    ],
+)
+def test_configuration_says_what_is_open(nats: dict[str, str], api: dict[str, str], doors: str) -> None:
+    config = replace(given(**nats), api=ApiConfig(**api))  # type: ignore[arg-type]
+    assert not config.unlocked
+    assert doors in replace(config, auth="off").unlocked and bool(replace(config, auth="off").unlocked) == bool(doors)
 
 
 def test_nats_config_command_prints_own_server_setup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

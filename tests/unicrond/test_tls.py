@@ -125,7 +125,7 @@ def test_public_bind_uses_tls_unless_switched_off(tmp_path: Path) -> None:
         (api, False, True),
         (WIDE + api, True, True),
         (WIDE + api + "tls: off\n", False, False),
-        ("nats: {host: 0.0.0.0, url: 'nats://10.0.0.5'}\n", False, False),
+        ("nats: {host: 0.0.0.0, url: 'nats://10.0.0.5'}\nauth: off\n", False, False),
     ):
         found = config(tmp_path, text)
         assert (found.nats_tls, found.api_tls) == (nats, http), text

@@ -27,6 +27,7 @@ from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamP
 from unicrond.events.trust.tls import BadCa, client_context, trouble
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.wire.envelope import Entry
+from unicrond.intake.own_token import NoOwnToken, file_named, own_token
 
 DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
@@ -93,7 +94,8 @@ class _Https(http.client.HTTPConnection):
 
 class Client:
     """The coordinator, at one address or at that of one of several heads, with commas between: `url` is the one that is
-    asked now. Every call opens a connection of its own. All raise Unreachable and Refused."""
+    asked now. Every call opens a connection of its own. All raise Unreachable and Refused. Without a token it takes
+    that of a head on this machine, where it may read it (own_token.py)."""
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class Client:
         """Create a client. `ca`: who signs the coordinator's certificate; None: a CA that this machine knows.
         `server_name`: the name in the certificate; "": the host of `url`. Raises ValueError where `url` holds anything
         but http or https addresses."""
+        self.token = token
         self.urls = [address.strip() for address in url.split(",")]
         for server_url in reversed(self.urls):
             self._point_at(server_url)
@@ -115,8 +118,6 @@ class Client:
         self._ca = ca
         self._server_name = server_name
         self._context: ssl.SSLContext | None = None
-        self.token = token
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
 
     def _point_at(self, url: str) -> None:
@@ -128,6 +129,7 @@ class Client:
         self._port = parts.port  # a ValueError that says what is wrong, too
         self._base = parts.path.rstrip("/")
         self._tls = parts.scheme == "https"
+        self._headers = _bearer(self.token)
 
     def health(self) -> dict[str, Any]:
         """Return {"status": "live", "standby", "catching up", ... , "trouble", ...}."""
@@ -391,6 +393,12 @@ class Client:
             connection.close()
             raise
         connection.close()
+        if status == 401 and not self._headers and (source := file_named(text)):
+            try:
+                self._headers = _bearer(own_token(source, self._port or 0))
+            except NoOwnToken as error:
+                raise ApiRefused(str(error), status) from None
+            return self._open_here(method, path, body)
         raise (NotLeader if _stands_by(text) else ApiRefused)(_error_text(text, status), status)
 
     def _connection(self) -> http.client.HTTPConnection:
@@ -418,6 +426,10 @@ class Client:
 def _query(parameters: dict[str, Any]) -> str:
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
     return f"?{query}" if query else ""
+
+
+def _bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _stands_by(body: bytes) -> bool:

@@ -40,8 +40,8 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `password_file` holds the password alone. `replicas`: of the streams, for a cluster 3. `auth`: "keys": every login
     has a key of its own, in the directory `keys` those of this machine; "migrate": the user with the password may still
-    do everything; "": keys where the embedded server is open to others ("migrate" where user and password are given),
-    else the login that is given, or none.
+    do everything; "": keys where the server is embedded ("migrate" where user and password are given), else the login
+    that is given.
     """
 
     url: str = ""
@@ -57,9 +57,9 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keys: str = ""
 
     @property
-    def has_keys(self) -> bool:
-        """Return whether each login has a key of its own."""
-        return bool(self.auth) or (not self.url and not is_loopback(self.host))
+    def has_login(self) -> bool:
+        """Return whether a login without a key is given."""
+        return bool(self.user or self.creds or self.nkey_seed or "@" in self.url)
 
     @property
     def shared(self) -> Login | None:
@@ -70,7 +70,7 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP API. `token_file` holds a bearer token that may do everything; `tokens_file` lists named tokens with
-    their scopes and hashes (tokens.py). With either of them every request but /healthz must carry a token."""
+    their scopes and hashes (tokens.py). Where no `token_file` is named the head makes one (Config.own_token)."""
 
     host: str = "127.0.0.1"
     port: PortNumber = 7470
@@ -100,7 +100,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `readmission`: how nodes come back that were isolated for their hardware (isolation.py). `tls`: "off", or the
     certificates with which NATS and the API serve other machines; on loopback they use no TLS. `notify`: who is
     notified of what (notify.py). `traces_url`: where spans of incidents and commands go (OTLP over HTTP); empty:
-    nowhere.
+    nowhere. `auth`: "off": on loopback nobody needs a login or a token, so every process of this machine may do all.
     """
 
     state_dir: str = "unicron-state"
@@ -117,6 +117,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tls: Tls | Literal["off"] = Tls()
     notify: Notify = Notify()
     traces_url: str = ""
+    auth: Literal["on", "off"] = "on"
+
+    @property
+    def has_keys(self) -> bool:
+        """Return whether each login to NATS has a key of its own."""
+        if self.nats.auth or self.nats.url:
+            return bool(self.nats.auth)
+        return self.auth == "on" or not is_loopback(self.nats.host)
+
+    @property
+    def own_token(self) -> Path | None:
+        """Return the file of the token that the head makes for its own machine; it has every scope. None: it makes
+        none."""
+        if self.auth == "off" or self.api.token_file:
+            return None
+        return (Path(self.state_dir) / "operator.token").absolute()
+
+    @property
+    def unlocked(self) -> str:
+        """Say what is open to whoever is on this machine, since the configuration says so; "" where nothing is."""
+        doors = [] if self.has_keys or self.nats.has_login else ["write the log"]
+        doors += [] if self.api.token_file or self.api.tokens_file else ["order by the API"]
+        if self.auth == "on" or not doors:
+            return ""
+        return f"auth: off: every process of this machine may {' and '.join(doors)}; remove it, and enroll the nodes"
 
     @property
     def checkpoints(self) -> Path:
@@ -224,6 +249,11 @@ def check(config: Config, where: str) -> None:
             parse_urls(config.nats.url)
         except ValueError as error:
             raise ConfigError(f"{where}: nats.url: {error}") from None
+    if config.nats.url and config.auth == "on" and not (config.has_keys or config.nats.has_login):
+        raise ConfigError(
+            f"{where}: nats.url: no login is given, so whoever reaches that server may write the log; set nats.auth: "
+            "keys (docs/operate/logins.md) or nats.creds, or say auth: off"
+        )
     for field in ("password_file", "creds", "nkey_seed", "tls_ca"):
         path = getattr(config.nats, field)
         if path and not Path(path).is_file():
@@ -294,7 +324,7 @@ def embedded_tls(config: Config) -> ServerTls | None:
 def login_as(config: Config, role: Role) -> Login:
     """Return how this machine logs in to NATS as `role`: with its key, or with the common login where there are no
     keys. Raise BadTls."""
-    if not config.nats.has_keys:
+    if not config.has_keys:
         return login(config.nats)
     path, tls = config.keys / f"{role}.key", embedded_tls(config)
     if tls is None:

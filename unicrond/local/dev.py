@@ -145,8 +145,8 @@ class DevCluster:
         agents_hand_over: bool = True,
     ) -> None:
         """Prepare the cluster's files and processes. `settings`: further fields of the coordinator's configuration.
-        `keys`: every login has one. `agents_hand_over`: an agent that gets SIGTERM leaves its workers to the next
-        one."""
+        `keys`: as `unicrond run` has it by itself; else `auth: off`. `agents_hand_over`: an agent that gets SIGTERM
+        leaves its workers to the next one."""
         self.directory = directory
         self.api_port = api_port or free_port()
         self.nats_port = free_port()
@@ -162,8 +162,9 @@ class DevCluster:
             "state_dir": str(self.state_dir),
             "checkpoint_dir": str(directory / "checkpoints"),
             "heartbeat_s": heartbeat_s,
-            "nats": {"port": self.nats_port} | ({"auth": "keys"} if keys else {}),
+            "nats": {"port": self.nats_port},
             "api": {"port": self.api_port},
+            **({} if keys else {"auth": "off"}),
             **(settings or {}),
         }
         self.config_path = directory / "unicron.yaml"
@@ -403,6 +404,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     ) as cluster:
         print(f"API {cluster.url}   NATS {cluster.nats_url}   files {directory}")
         print(f"submit a task:  UNICRON_URL={cluster.url} unicronctl submit examples/big.yaml   (Ctrl-C ends all)")
+        print(f"page's token:   {cluster.state_dir / 'operator.token'}")
         print(f"read its log:   unicron-replay timeline --state-dir {cluster.state_dir}")
         print(f"or with nats:   {cluster.nats_command} stream ls")
         await watch(cluster.state, stop, follow(cluster.client))

@@ -31,6 +31,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {
         "api-crowded": "connections of the API were closed, since there were too many",
         "appends-slow": "appends to the log take long",
+        "auth-off": "the configuration lets every process of the head's machine do everything",
         "certificate-ends": "the head's certificate ends soon, or has ended",
         "certificate-unused": "new certificates cannot be used",
         "checkpoint-unsaved": "a task's last checkpoint was not written",

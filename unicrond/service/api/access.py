@@ -8,6 +8,8 @@ Rules
   (`intake/tokens.py`), if there are tokens at all. The one of `api.token_file` has every scope.
 * The list is read again when its file changes. If it cannot be used, the last one stays in force, and an alarm is
   raised.
+* Who brings no token from the head's own machine is told in which file the head's own one is: whether he may read it
+  is the file's mode (0600).
 * A refusal is logged with the address, at most once in SAY_EVERY_S for each; the token itself never is. An address with
   FAILURES_MAX refusals within WINDOW_S gets 429 for wrong tokens until these are old. Right ones always count: several
   people may share an address.
@@ -24,6 +26,7 @@ from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.events.vocabulary.phrases import clean
+from unicrond.intake.config import is_loopback
 from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
 from unicrond.page.files import is_page
 
@@ -41,11 +44,13 @@ _ADDRESSES_MAX = 1024
 
 
 class AccessDenied(Exception):
-    """A request is refused; `status` is the HTTP status."""
+    """A request is refused; `status` is the HTTP status. `token_file`: where who asks from this machine finds a token,
+    if he may read it."""
 
-    def __init__(self, text: str, status: int) -> None:
+    def __init__(self, text: str, status: int, token_file: str = "") -> None:
         super().__init__(text)
         self.status = status
+        self.token_file = token_file
 
 
 class _Failures:
@@ -60,11 +65,12 @@ class _Failures:
 
 class Access:
     """Decides which requests the API answers. `token`: has every scope; "" for none. `path`: the file with the list of
-    tokens; None for none."""
+    tokens; None for none. `local`: where `token` stands for this machine's people; None: they have it otherwise."""
 
-    def __init__(self, token: str = "", path: Path | None = None) -> None:
+    def __init__(self, token: str = "", path: Path | None = None, local: Path | None = None) -> None:
         self._all = {hash_token(token): Grant("token", frozenset(Scope))} if token else {}
         self._path = path
+        self._local = local
         self._listed: dict[str, Grant] = {}
         self._file_version: tuple[int, int, int] | None = None
         self._failures: OrderedDict[str, _Failures] = OrderedDict()
@@ -86,6 +92,9 @@ class Access:
         self._look()
         digest = hash_token(token)
         grant = self._all.get(digest) or self._listed.get(digest)
+        if grant is None and not token and self._local is not None and is_loopback(address):
+            # unicronctl on this machine asks so first, and is told where to look: that is no guess.
+            raise AccessDenied(f"token: missing; {self._local} has one, or give --token-file", 401, str(self._local))
         if grant is None:
             raise self._failed(address, f"{method} {path}: {'wrong token' if token else 'no token'}", now_s)
         reads_own = needed is Scope.READ and Scope.READ_OWN in grant.scopes and _is_own_read(path)

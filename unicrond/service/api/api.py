@@ -197,7 +197,8 @@ class Api:
         try:
             grant = self._access.grant(request.method, request.path, token, address, time.monotonic())
         except AccessDenied as refusal:
-            return error(refusal.status, str(refusal))
+            where = {"token_file": refusal.token_file} if refusal.token_file else {}
+            return answer({"error": str(refusal), **where}, refusal.status)
         _caller.set(grant)
         needs_state = request.method == "POST" or request.path.startswith(_STATE_PATHS)
         if needs_state and not self._coordinator.live.is_set():
@@ -370,7 +371,7 @@ class Api:
         """Allow a node's agent to log in with this key; the node need not have joined before."""
         node = request.match_info["node"]
         enrolment = await body_of(request, Enrolment)
-        if not self._config.nats.has_keys:
+        if not self._config.has_keys:
             return error(400, "nats.auth: this coordinator uses no keys; set it to keys (docs/operate/logins.md)")
         expires_us = time.time_ns() // 1000 + int(enrolment.unused_h * 3600e6) if enrolment.unused_h else 0
         try:

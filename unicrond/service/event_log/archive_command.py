@@ -101,7 +101,7 @@ def main() -> None:
 
 def _login(config: Config) -> Login:
     """Return the operator's login; a head with servers of its own may lack that key, and then only archives."""
-    has_operator = not config.nats.has_keys or (config.keys / f"{Role.OPERATOR}.key").exists()
+    has_operator = not config.has_keys or (config.keys / f"{Role.OPERATOR}.key").exists()
     return login_as(config, Role.OPERATOR if has_operator else Role.COORDINATOR)
 
 

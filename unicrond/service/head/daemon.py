@@ -44,6 +44,7 @@ from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.config import Config, login_as
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tls import Tls
+from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.connections import ApiConnections
 from unicrond.service.api.process_status import ProcessStatus
@@ -127,7 +128,7 @@ async def _links(
 ) -> Links:
     """Return connections that live as long as the stack, to streams that exist. Raises Fatal."""
     url, known_log = server.url if server else config.nats.url, KnownLog(Path(config.state_dir))
-    if config.nats.has_keys and (config.keys / f"{Role.OPERATOR}.key").exists():
+    if config.has_keys and (config.keys / f"{Role.OPERATOR}.key").exists():
         async with _connected(url, login_as(config, Role.OPERATOR), "unicrond-start", status) as operator:
             await known_log.wait(operator, status.say)
             await create_streams(operator, replicas=config.nats.replicas)
@@ -135,13 +136,13 @@ async def _links(
     connection = asking = await connections.enter_async_context(
         _connected(url, login_as(config, Role.COORDINATOR), "unicrond", status)
     )
-    if config.nats.has_keys:
+    if config.has_keys:
         asking = await connections.enter_async_context(
             _connected(url, login_as(config, Role.API), "unicrond-api", status)
         )
     await known_log.wait(connection, status.say)
     await create_streams(connection, replicas=config.nats.replicas)
-    if not config.nats.has_keys:
+    if not config.has_keys:
         await forget_restored_readers(connection)
     lease = await _lease(connection, config, orders)
     return Links(connection, asking, server, lease, this_process(f"{socket.gethostname()}:{config.api.port}"))
@@ -175,7 +176,7 @@ async def _connected(url: str, login: Login, name: str, status: StartupStatus) -
 
 def _roles(config: Config) -> list[User]:
     """Return the logins of this machine; they get keys where the server is ours. Raises Fatal."""
-    if not config.nats.has_keys:
+    if not config.has_keys:
         return []
     needed = (Role.COORDINATOR, Role.API)
     try:
@@ -223,7 +224,7 @@ async def _serve_until_stopped(
         head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
     promises = _promises(config, links, head)
     process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
-    api = Api(config, coordinator, parts.event_log, LogReader(links.asking), access_of(config), process)
+    api = Api(config, coordinator, parts.event_log, LogReader(links.asking), _access(config), process)
     runner = web.AppRunner(api.application(parts.connections.middleware), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     listening = AsyncExitStack()
@@ -254,6 +255,14 @@ async def _serve_until_stopped(
             await runner.cleanup()
 
 
+def _access(config: Config) -> Access:
+    """Return who may use the API. Raises Fatal where its own token cannot be kept."""
+    try:
+        return access_of(config)
+    except OSError as error:
+        raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
+
+
 async def _until_stopped(work: list[asyncio.Task[None]], stop: asyncio.Queue[signal.Signals]) -> signal.Signals:
     """Return the signal that came; all work has ended then. Raises what a part of it raised, and Fatal."""
     stop_task = asyncio.create_task(stop.get(), name="stop")
@@ -271,10 +280,12 @@ async def _until_stopped(work: list[asyncio.Task[None]], stop: asyncio.Queue[sig
 def _warn(config: Config, orders: Orders) -> None:
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
         log.warning("%s", warning)
+    if config.unlocked:
+        log.warning("%s", config.unlocked)
     if config.injection:
         log.warning("injection is on: anyone with access to the API may order faults")
     may_sign = isinstance(config.tls, Tls) and not config.tls.ca
-    if orders.stands_by and config.nats.has_keys and may_sign and not config.certifies_nodes:
+    if orders.stands_by and config.has_keys and may_sign and not config.certifies_nodes:
         log.warning(
             "%s is missing: if the other head has it, copy its directory, or nodes will exchange no states while this "
             "head leads (docs/operate/heads.md)",
@@ -307,8 +318,8 @@ def _promises(config: Config, links: Links, head: Head | None) -> Promises:
     system = config.keys / f"{Role.SYSTEM}.key"
     return Promises(
         links.connection,
-        Role.COORDINATOR if config.nats.has_keys else None,
-        login_as(config, Role.SYSTEM) if config.nats.has_keys and system.exists() else None,
+        Role.COORDINATOR if config.has_keys else None,
+        login_as(config, Role.SYSTEM) if config.has_keys and system.exists() else None,
         config.nats.replicas,
         is_embedded=links.server is not None,
         has_others=lambda: head is not None and (head.standing_by or not head.leads),

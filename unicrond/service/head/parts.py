@@ -23,11 +23,13 @@ from unicrond.events.nats.lease import NatsLease
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.store_directory_lock import StoreLease
 from unicrond.events.trust.certificates import BadCertificate
+from unicrond.events.trust.keys import write_private
 from unicrond.events.trust.logins import User
 from unicrond.events.vocabulary import AnyEvent
 from unicrond.events.wire.envelope import Envelope
 from unicrond.intake.config import Config, embedded_tls, login, read_secret
 from unicrond.intake.tls import BadTls
+from unicrond.intake.tokens import make_token
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.connections import ApiConnections, connections_max
@@ -92,7 +94,7 @@ class HeadParts:
         appends = AppendTimes(time.monotonic)
         self.exporters = Exporters(config, live.is_set)
         self._consumers: Consumers | None = None
-        if config.nats.has_keys:
+        if config.has_keys:
             self._consumers = Consumers(links.connection, self._state, self._read_seq, live.is_set)
         self.stream = NatsEventLog(links.connection, extra_headers=beside(config), on_duration=appends.took)
         self.event_log = ArchivedLog(self.stream, config.archive)
@@ -180,6 +182,8 @@ class HeadParts:
         lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
         lines += outage_alarms(self.coordinator.state)
         lines += hold_alarms(self.coordinator.state)
+        if self._config.unlocked:
+            lines.append(Alarm("auth-off", self._config.unlocked))
         return lines + (self._certificates.alarms() if self._is_tls else [])
 
     @property
@@ -189,7 +193,7 @@ class HeadParts:
 
 def server_of(config: Config, roles: list[User], status: StartupStatus) -> EmbeddedServer:
     """Return the embedded server, not started."""
-    has_keys = config.nats.has_keys
+    has_keys = config.has_keys
     shared = config.nats.shared if has_keys else login(config.nats)
     return EmbeddedServer(
         Path(config.state_dir) / "nats",
@@ -215,6 +219,11 @@ def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
 
 
 def access_of(config: Config) -> Access:
-    """Return who may use the API."""
-    token = read_secret(config.api.token_file) if config.api.token_file else ""
-    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)
+    """Return who may use the API; the head's own token is made, if it is not there. Raises OSError."""
+    local = config.own_token
+    if local is not None and not local.exists():
+        local.parent.mkdir(parents=True, exist_ok=True)
+        write_private(local, f"{make_token()}\n")
+    source = local or (Path(config.api.token_file) if config.api.token_file else None)
+    token = read_secret(str(source)) if source is not None else ""
+    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None, local)
