@@ -51,8 +51,9 @@ logger = logging.getLogger(__name__)
 
 ACK_WAIT_S = 2
 MAX_DELIVER = 20
-PULL_BATCH = 100
-PULL_EXPIRES_S = 30
+#: A request is for one command, and not for long. Replicated servers do not see of a request from another account that
+#: the agent which sent it is gone: it takes the next command, and nobody hears that before ACK_WAIT_S is over.
+PULL_EXPIRES_S = 5
 CONSUMER_NOT_FOUND = 10014
 
 
@@ -316,19 +317,17 @@ async def _pull(session: Session, consumer: str, is_alive: Callable[[], None]) -
     subscription = await session.client.subscribe(inbox, cb=on_message)
     loss_watch = asyncio.create_task(session.disconnected.wait())
     loss_watch.add_done_callback(lambda _: arrivals.add(None))
-    pull_request = {"batch": PULL_BATCH, "expires": PULL_EXPIRES_S * NANOS, "idle_heartbeat": NANOS}
+    pull_request = {"batch": 1, "expires": PULL_EXPIRES_S * NANOS, "idle_heartbeat": NANOS}
     try:
         while True:
             await session.publish(
                 f"$JS.API.CONSUMER.MSG.NEXT.{EVENT_STREAM}.{consumer}", json.dumps(pull_request).encode(), reply=inbox
             )
-            remaining = PULL_BATCH
-            while remaining:
+            while True:
                 message = await arrivals.next()
                 if message.reply.startswith("$JS.ACK."):
-                    remaining -= 1
                     yield message
-                    continue
+                    break
                 headers = message.headers or {}
                 status = headers.get("Status")
                 if status == "408":  # this request has expired

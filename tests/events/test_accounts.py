@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from tests.contracts.logs import beat, command, decision, fact, started
 from tests.integration.nats_cluster import nats_cluster
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, agent_consumer
-from unicrond.events.nats.commands import ensure_command_consumer
+from unicrond.events.nats.commands import ACK_WAIT_S, NatsCommandFeed, ensure_command_consumer
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.lease import LEADER, NatsLease
@@ -316,12 +316,56 @@ async def moved(site: Site, login: str) -> tuple[int, dict[str, Any], dict[str, 
     return sent, before, await standing(site, login)
 
 
+async def work(site: Site) -> None:
+    """What each login is for, by each server: the walls keep nobody from it."""
+    for number, url in enumerate(site.urls, start=1):
+        async with AsyncExitStack() as stack, asyncio.timeout(30):
+            links = {}
+            for login in ("agent-n2", Role.READER, Role.API, Role.COORDINATOR):
+                links[login] = await connect([url], name=login, login=site.login(login), timeout_s=20)
+                stack.push_async_callback(links[login].close)
+            log = NatsEventLog(links[Role.COORDINATOR])
+            fence = await log.claim_term(started(10 + number))
+            feed = NatsCommandFeed(links["agent-n2"], "n2", makes_consumer=False)
+            await feed.follow(())
+            (seq,) = await log.append([command(10 * number, "n2", term=10 + number)], fence=fence)
+            async with aclosing(feed.read()) as commands:
+                while (await anext(commands)).seq < seq:  # the one that waited since `write_log`
+                    pass
+                (seq,) = await log.append([command(10 * number + 1, "n2", term=10 + number)], fence=fence)
+                # Requests of the agent before, which is gone, take one command at most (see PULL_EXPIRES_S).
+                assert (await asyncio.wait_for(anext(commands), ACK_WAIT_S)).seq == seq
+            (seq,) = await NatsEventLog(links["agent-n2"]).append([fact(10 * number, "n2")])
+            assert await NatsEventLog(links[Role.READER]).last_seq() >= seq
+            async with aclosing(NatsEventLog(links[Role.READER]).read(0, until_seq=seq)) as entries:
+                assert len([entry async for entry in entries]) == seq
+            assert await NatsSnapshotStore(links[Role.READER]).load() == b"state" * 1000
+            asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+            async def take_question(message: Any, asked: asyncio.Future[str] = asked) -> None:
+                asked.set_result(message.reply)
+
+            async def take_answer(message: Any, answered: asyncio.Future[bytes] = answered) -> None:
+                answered.set_result(message.data)
+
+            await links["agent-n2"].subscribe("unicron.v1.logs.n2", take_question)
+            await links[Role.API].subscribe("unicron.v1.logged.*.*", take_answer)
+            for link in links.values():
+                await (await link.session()).client.flush()
+            session = await links[Role.API].session()
+            await session.publish("unicron.v1.logs.n2", b"?", reply="unicron.v1.logged.n2.token")
+            await (await links["agent-n2"].session()).publish(await asked, b"!")
+            assert await answered == b"!"
+
+
 async def test_no_answer_moves_anything_on_one_server(tmp_path: Path) -> None:
     async with one_server(tmp_path) as site:
         for login in ATTACKERS:
             sent, before, after = await moved(site, login)
             assert sent > 500
             assert after == before, f"{login} has moved something"
+        await work(site)
 
 
 async def test_open_server_takes_keys_and_keeps_its_log(tmp_path: Path) -> None:
@@ -365,3 +409,4 @@ async def test_no_answer_moves_anything_on_three_servers(tmp_path: Path) -> None
             sent, before, after = await moved(site, login)
             assert sent > 1500
             assert after == before, f"{login} has moved something"
+        await work(site)
