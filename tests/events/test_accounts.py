@@ -328,13 +328,12 @@ async def work(site: Site) -> None:
             fence = await log.claim_term(started(10 + number))
             feed = NatsCommandFeed(links["agent-n2"], "n2", makes_consumer=False)
             await feed.follow(())
-            (seq,) = await log.append([command(10 * number, "n2", term=10 + number)], fence=fence)
-            async with aclosing(feed.read()) as commands:
-                while (await anext(commands)).seq < seq:  # the one that waited since `write_log`
+            commands = [command(10 * number + step, "n2", term=10 + number) for step in (0, 1)]
+            seq = (await log.append(commands, fence=fence))[-1]
+            # The request of the agent before, which is gone, takes one command at most (see PULL_EXPIRES_S).
+            async with aclosing(feed.read()) as deliveries, asyncio.timeout(1.8 * ACK_WAIT_S):
+                while (await anext(deliveries)).seq < seq:
                     pass
-                (seq,) = await log.append([command(10 * number + 1, "n2", term=10 + number)], fence=fence)
-                # Requests of the agent before, which is gone, take one command at most (see PULL_EXPIRES_S).
-                assert (await asyncio.wait_for(anext(commands), ACK_WAIT_S)).seq == seq
             (seq,) = await NatsEventLog(links["agent-n2"]).append([fact(10 * number, "n2")])
             assert await NatsEventLog(links[Role.READER]).last_seq() >= seq
             async with aclosing(NatsEventLog(links[Role.READER]).read(0, until_seq=seq)) as entries:
