@@ -240,6 +240,34 @@ def test_loss_that_others_compute_to_a_number_is_of_node() -> None:
     assert not said(cluster, v.NodeIsolated)
 
 
+def test_iteration_that_is_told_after_the_next_group_is_decided_refutes_a_loss() -> None:
+    """Commits are told up to a second later: the next group, with a new worker on the node, may be decided by then."""
+    cluster = cluster_of(3)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    bad = cluster.state.tasks["big"].workers[members(cluster)[1]].node
+    (name,) = [worker.worker for worker in cluster.state.tasks["big"].workers.values() if worker.node == bad]
+    cluster.report(name, "nan_loss", iteration=21)
+    cluster.kill_worker(cluster.hosts[bad], name)
+    cluster.hosts[bad].up = False
+    cluster.run()
+    before, cluster.hosts[bad].up = cluster.state.tasks["big"].membership, True
+    assert before is not None
+    while cluster.state.tasks["big"].generation == before.generation:
+        next(move for move in cluster.moves() if move())
+    assert bad in {member.node for member in cluster.state.tasks["big"].membership.members}  # type: ignore[union-attr]
+    assert not cluster.state.tasks["big"].confirmed
+    lead = before.members[0]
+    step = v.StepCommitted(
+        node=lead.node, task="big", worker=lead.worker, generation=before.generation, first=21, last=24, samples=32,
+        samples_digest=0, loss=1.0, duration_us=4000, micro_batches_by_rank=(1,),
+    )  # fmt: skip
+    cluster.say(cluster.hosts[lead.node], step)
+    troubles = cluster.state.tasks["big"].troubles
+    assert troubles.crashes is None and troubles.local_faults[bad].refuted == 1
+
+
 def test_second_loss_that_others_compute_to_a_number_isolates_node() -> None:
     """No other node is free: the task comes back to it, and is calm there."""
     cluster = cluster_of(3)

@@ -22,7 +22,7 @@ What does not live here: whose fault an end is (program_faults.py), what is coun
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -48,7 +48,7 @@ def after_commit(task: Task, event: StepCommitted, *, calm: bool, now_us: int) -
     troubles, membership = task.troubles, task.membership
     crashes, faults = troubles.crashes, troubles.local_faults
     nodes = {member.node for member in membership.members} if membership else set()
-    if crashes is not None and event.generation == task.generation and _is_refuted(task, event, crashes, nodes):
+    if crashes is not None and _is_refuted(task, event, crashes):
         (node,) = crashes.nodes
         text = f"{crashes.text}, and the same micro-batch is finite on other nodes"
         times = faults[node].refuted + 1 if node in faults else 1
@@ -65,13 +65,18 @@ def after_commit(task: Task, event: StepCommitted, *, calm: bool, now_us: int) -
     return troubles
 
 
-def _is_refuted(task: Task, event: StepCommitted, crashes: Crashes, nodes: Collection[str]) -> bool:
+def _is_refuted(task: Task, event: StepCommitted, crashes: Crashes) -> bool:
     """Return whether other replicas have computed, to a finite loss, what was no finite number on one node."""
-    if not crashes.same_nan or len(crashes.nodes) != 1 or crashes.nodes[0] in nodes:
+    if not crashes.same_nan or len(crashes.nodes) != 1:
         return False
-    if event.last < crashes.iteration or event.generation <= crashes.generation or task.membership is None:
+    if event.last < crashes.iteration or event.generation <= crashes.generation:
         return False
-    return any(int(m.worker.rpartition(".")[2]) < crashes.below for m in task.membership.members)
+    # What a group has committed is told up to a second later: the next one, with the node, may be decided by then.
+    groups = [group for group in (task.membership, task.group.last_membership) if group is not None]
+    members = next((group.members for group in groups if group.generation == event.generation), ())
+    if any(member.node == crashes.nodes[0] for member in members):
+        return False
+    return any(int(member.worker.rpartition(".")[2]) < crashes.below for member in members)
 
 
 def without(troubles: Troubles, node: str) -> Troubles:
