@@ -6,7 +6,9 @@ MEGATRON_LM: a checkout, in place of the first archive.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tarfile
 import tempfile
 from functools import cache
@@ -54,9 +56,16 @@ def unpacked(name: str) -> Path:
     return _unpack(directory / name)
 
 
+def _remove(directory: Path, owner_pid: int) -> None:
+    """Remove the directory, unless this is a fork of the process that made it."""
+    if os.getpid() == owner_pid:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 @cache
 def _unpack(archive: Path) -> Path:
     target = Path(tempfile.mkdtemp(prefix="megatron-lm-"))
+    atexit.register(_remove, target, os.getpid())
     with tarfile.open(archive) as files:
         files.extractall(target, filter="data")
     return target

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster
+from unicrond.core.deciding.batch import STRAY_STOPS_MAX
 from unicrond.core.fold import fold
 from unicrond.core.rules.authority import AUTHORITY
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
@@ -157,6 +158,25 @@ def test_stray_stands_beside_the_task_and_is_stopped() -> None:
     for order in (again, orders[1]):
         cluster.say(node, v.CommandApplied(node="n0", command_id=order.command_id))
     assert not cluster.state.nodes["n0"].strays and cluster.state.tasks == tasks
+
+
+def test_thousand_invented_workers_are_ended_a_few_at_a_time() -> None:
+    cluster = MiniCluster(3)
+    cluster.add_host("n0", 1000)
+    cluster.submit("a", min_workers=1, max_workers=1, iterations=1000)
+    cluster.run()
+    node = cluster.hosts["n0"]
+    for number in range(900):
+        cluster.say(node, v.WorkerStarted(node="n0", task="a", worker=f"a.{1000 + number}", pid=7))
+
+    def orders() -> list[v.StopWorker]:
+        return [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, v.StopWorker)]
+
+    cluster.run()
+    assert len(orders()) == STRAY_STOPS_MAX
+    cluster.say(node, v.CommandApplied(node="n0", command_id=orders()[0].command_id))
+    cluster.run()
+    assert len(orders()) == STRAY_STOPS_MAX + 1, "the next one follows each that has ended"
 
 
 def test_late_report_of_a_lead_counts_once_its_worker_is_gone() -> None:

@@ -232,6 +232,24 @@ def test_one_member_convicts_nobody(cluster: MiniCluster) -> None:
     assert members(cluster) == before and not cluster.state.incidents_total
 
 
+def test_replica_of_two_workers_has_one_vote() -> None:
+    cluster = MiniCluster(3)
+    for number in range(3):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
+    cluster.run()
+    cluster.train("big", 3)
+    cluster.run()
+    before = members(cluster)
+    for reporter in (0, 1):
+        corrupt(cluster, before[4], "checksum", reporter=reporter)
+    cluster.run()
+    assert members(cluster) == before and not cluster.state.incidents_total
+    corrupt(cluster, before[4], "checksum", reporter=2)
+    cluster.run()
+    assert before[4] not in members(cluster)
+
+
 @pytest.mark.parametrize(("sign", "known"), [("loss", True), ("gradient_norm", True), ("checksum", False)])
 def test_single_corruption_suspicion_changes_nothing(cluster: MiniCluster, sign: v.CorruptionSign, known: bool) -> None:
     before = members(cluster)

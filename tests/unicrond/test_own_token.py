@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import socket
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from tests.other_users import USER, needs_root
+from unicrond.ctl.client import ApiRefused, Client
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.own_token import NoOwnToken, own_token
 from unicrond.service.api.access import FAILURES_MAX, Access, AccessDenied
@@ -56,8 +62,9 @@ def test_token_of_another_user_is_not_given_to_this_listener(tmp_path: Path, por
     ("text", "mode", "problem"),
     [
         ("unicron_x\n", 0o644, "is not a file of its owner alone; chmod 600 it"),
-        ("", 0o600, "is not one line of plain text; remove it and restart the head"),
-        ("a\nb\n", 0o600, "is not one line of plain text"),
+        ("", 0o600, "is not one line that begins with unicron_; remove it and restart the head"),
+        ("unicron_a\nb\n", 0o600, "is not one line that begins with unicron_"),
+        ("ssh-ed25519 AAAA\n", 0o600, "is not one line that begins with unicron_"),
     ],
 )
 def test_file_that_is_no_token_is_refused(tmp_path: Path, port: int, text: str, mode: int, problem: str) -> None:
@@ -99,3 +106,36 @@ def test_only_own_machine_is_told_where_token_is_and_asking_is_no_guess(tmp_path
     for _ in range(FAILURES_MAX + 1):
         assert told("", "127.0.0.1") == (401, str(tmp_path / "operator.token"))
     assert told("guess", "127.0.0.1") == (401, "")
+
+
+class CuriousHead(BaseHTTPRequestHandler):
+    """A server that names a file to whoever asks without a token, and keeps what it is given."""
+
+    path_named: ClassVar[str]
+    headers_seen: ClassVar[list[str]]
+
+    def do_GET(self) -> None:
+        self.headers_seen.append(self.headers.get("Authorization", ""))
+        body = json.dumps({"error": "no token", "token_file": self.path_named}).encode()
+        self.send_response(401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("is_own_machine", "tokens"), [(True, ["", "Bearer unicron_secret"]), (False, [""])])
+def test_head_on_another_machine_gets_no_file_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own_machine: bool, tokens: list[str]
+) -> None:
+    CuriousHead.path_named, CuriousHead.headers_seen = str(token_file(tmp_path)), []
+    if not is_own_machine:
+        monkeypatch.setattr("unicrond.ctl.client.ip_address", lambda _: ip_address("192.0.2.1"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), CuriousHead) as server:
+        threading.Thread(target=server.serve_forever).start()
+        with pytest.raises(ApiRefused):
+            Client(f"http://127.0.0.1:{server.server_port}").health()
+        server.shutdown()
+    assert CuriousHead.headers_seen == tokens

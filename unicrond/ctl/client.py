@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote, urlencode, urlsplit
@@ -380,6 +381,7 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ConnectionFailed(str(self._unreachable(error))) from None
+        is_own_machine = ip_address(connection.sock.getpeername()[0]).is_loopback
         try:
             connection.request(method, self._base + path, body=data, headers=self._headers)
             response = connection.getresponse()
@@ -393,7 +395,7 @@ class Client:
             connection.close()
             raise
         connection.close()
-        if status == 401 and not self._headers and (source := file_named(text)):
+        if status == 401 and is_own_machine and not self._headers and (source := file_named(text)):
             try:
                 self._headers = _bearer(own_token(source, self._port or 0))
             except NoOwnToken as error:

@@ -5,6 +5,8 @@ Rules
 * A head that gets no token from its own machine answers with the file's path. The token goes to nobody but the owner of
   the file: the process that listens on the port runs as the user whose the file is, else another user of the machine
   could listen there while the head is away, and collect tokens.
+* Only what begins as a token does goes out: a head that names another file gets nothing of it.
+* A head on another machine gets no file that it names: the client looks at the address that answers (ctl/client.py).
 * A token that a person gives (--token-file, UNICRON_TOKEN_FILE) is the only one that is tried.
 """
 
@@ -16,6 +18,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from unicrond.intake.tokens import PREFIX
 
 #: The state of a socket that listens, in /proc/net/tcp.
 _LISTENS = "0A"
@@ -47,8 +51,8 @@ def own_token(path: Path, port: int) -> str:
         if set(_listeners(port)) != {status.st_uid}:
             raise NoOwnToken(f"token: {path} is not of the user who listens on port {port}; give --token-file")
         token = file.read(4096).strip()
-    if not token or not token.isprintable():
-        raise NoOwnToken(f"token: {path} is not one line of plain text; remove it and restart the head")
+    if not token.startswith(PREFIX) or not token.isprintable():
+        raise NoOwnToken(f"token: {path} is not one line that begins with {PREFIX}; remove it and restart the head")
     return token
 
 

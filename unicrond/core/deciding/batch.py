@@ -17,6 +17,9 @@ from unicrond.core.state.state import NodeStatus, Task, Worker, WorkerStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.schemas import lowered
 
+#: How many strays of one node are ordered to end at a time: an agent that invents a thousand makes the log no longer.
+STRAY_STOPS_MAX = 8
+
 
 class DecisionBatch:
     """The decisions of one call, with command ids that are unique by construction."""
@@ -141,12 +144,15 @@ class DecisionBatch:
         self._add_stop(worker.node, task.name, worker.worker, reason, kill=kill)
 
     def end_strays(self) -> None:
-        """Order the end of the processes that belong to no task, on nodes that are up."""
+        """Order the end of the processes that belong to no task, on nodes that are up, a few of a node at a time."""
         for name in self.survey.nodes.with_strays:
             node = self.state.nodes[name]
-            for stray in node.strays.values() if node.status is NodeStatus.UP else ():
-                if not stray.command_id:
-                    self._add_stop(name, stray.task, stray.worker, "no command of this log has started it", kill=True)
+            if node.status is not NodeStatus.UP:
+                continue
+            waiting = [stray for stray in node.strays.values() if not stray.command_id]
+            ordered = len(node.strays) - len(waiting)
+            for stray in waiting[: max(0, STRAY_STOPS_MAX - ordered)]:
+                self._add_stop(name, stray.task, stray.worker, "no command of this log has started it", kill=True)
 
     def _add_stop(self, node: str, task: str, worker: str, reason: str, *, kill: bool) -> None:
         self.add(

@@ -78,14 +78,14 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
 
 
 def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:
-    """Return whether enough members of other replicas accuse the suspect before the same iteration: most of those that
-    are asked (WITNESSES_MAX), and two at least. Of two replicas neither's word is enough."""
+    """Return whether enough replicas accuse the suspect before the same iteration: most of those that are asked
+    (WITNESSES_MAX), and two at least: of two replicas neither's word is enough. A replica has one vote, that of its
+    worker with the suspect's shard, which alone has the same parameters to compare."""
     members = task.membership.members if task.membership else ()
-    peers = {member.worker for member in members if member.replica != suspect.replica}
-    replicas = sum(member.shard == suspect.shard for member in members) - 1
+    peers = {member.worker for member in members if member.shard == suspect.shard} - {suspect.worker}
     accusers = task.group.accusations[suspect.worker]
-    votes = sum(accuser in peers and accusers[accuser] == iteration for accuser in accusers)
-    return votes >= max(2, min(replicas, WITNESSES_MAX) // 2 + 1)
+    votes = sum(accusers.get(peer) == iteration for peer in peers)
+    return votes >= max(2, min(len(peers), WITNESSES_MAX) // 2 + 1)
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:
