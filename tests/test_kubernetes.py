@@ -12,10 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from unicrond.agents.kubernetes.node_object import ACCOUNT
 from unicrond.agents.shell import cli, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
+from unicrond.events.host.kubernetes_account import ACCOUNT_DIR
 from unicrond.intake.config import load
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -114,14 +114,14 @@ def test_node_object_patch_gives_valid_daemonset(monkeypatch: pytest.MonkeyPatch
     for version in VERSIONS:
         kubernetes_validate.validate(agents, version, strict=True)
     (container,) = agents["spec"]["template"]["spec"]["containers"]
-    assert str(ACCOUNT) in [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert str(ACCOUNT_DIR) in [mount["mountPath"] for mount in container["volumeMounts"]]
     for one in container["env"]:
         monkeypatch.setenv(one["name"], one.get("value", "10.0.0.7").replace("$(POD_IP)", "10.0.0.7"))
     monkeypatch.setenv("UNICRON_AGENT_NODE", "gpu07")
     monkeypatch.setenv("UNICRON_AGENT_PASSWORD_FILE", __file__)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     found = cli.parse([]).kubernetes
-    assert found is not None and found.cordon_means == "drain" and found.account == ACCOUNT
+    assert found is not None and found.cordon_means == "drain" and found.account == ACCOUNT_DIR
 
 
 def test_node_object_rights_match_requests_of_agent() -> None:

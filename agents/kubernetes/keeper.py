@@ -18,8 +18,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from unicrond.agents.kubernetes.api import MERGE, STRATEGIC, KubernetesError, NodeApi
+from unicrond.agents.kubernetes.api import MERGE, STRATEGIC, NodeApi
 from unicrond.agents.kubernetes.node_object import CordonMeans, Hold, condition_patch, has_taint, hold_of, taint_patch
+from unicrond.events.host.kubernetes_account import KubernetesError
 from unicrond.events.log.subjects import EVENT_STREAM, standing_subjects
 from unicrond.events.nats.connection import Connection, NoReply
 from unicrond.events.vocabulary import Name, NodeIsolated

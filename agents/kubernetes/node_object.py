@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from unicrond.events.vocabulary import MachineHold
 
 #: The directory of a pod's account.
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TAINT = "unicron.dev/isolated"
 CONDITION = "UnicronIsolated"
 #: NoSchedule taints that announce the removal of the machine.
@@ -104,9 +102,3 @@ class NodeObject(NamedTuple):
     name: str
     account: Path
     cordon_means: CordonMeans
-
-
-def in_cluster_url(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the URL of the API server for pods; "" outside of a cluster."""
-    host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}" if host else ""

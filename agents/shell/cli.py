@@ -20,7 +20,7 @@ from unicrond.agents.health import preflight
 from unicrond.agents.host.paths import default_run_dir
 from unicrond.agents.host.prctl import CAP_SYS_RESOURCE, capabilities
 from unicrond.agents.host.task_users import BadUser, identities
-from unicrond.agents.kubernetes.node_object import ACCOUNT, CordonMeans, NodeObject, in_cluster_url
+from unicrond.agents.kubernetes.node_object import CordonMeans, NodeObject
 from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell import flag_values as value
 from unicrond.agents.shell import probe
@@ -47,6 +47,7 @@ from unicrond.events.cli.shared_flags import add_login, shared
 from unicrond.events.host import daemon_log as log_lines
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.events.host.init_process import InitProcess
+from unicrond.events.host.kubernetes_account import ACCOUNT_DIR, in_cluster_url
 from unicrond.events.trust.keys import read_key
 from unicrond.events.trust.logins import agent_login
 
@@ -218,7 +219,7 @@ def _kubernetes() -> tuple[Flag, ...]:
             "DIR",
             "directory with the service account's token and ca.crt (%(default)s)",
             type=Path,
-            default=ACCOUNT,
+            default=ACCOUNT_DIR,
         ),
     )
 

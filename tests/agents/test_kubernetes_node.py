@@ -17,11 +17,12 @@ from tests.agents.processes import TIMEOUT_S
 from tests.agents.test_daemon import AgentProcess, Coordinator, coordinator
 from tests.unicrond.cluster import MiniCluster
 from unicrond.agents.core.state import ForkServerSaid, LogSeen, MachineSaw
-from unicrond.agents.kubernetes.api import KubernetesError, NodeApi
-from unicrond.agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, in_cluster_url, taint_patch
+from unicrond.agents.kubernetes.api import NodeApi
+from unicrond.agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, taint_patch
 from unicrond.agents.protocol.messages import Inventory
 from unicrond.agents.shell.cli import parse
 from unicrond.events import vocabulary as v
+from unicrond.events.host.kubernetes_account import KubernetesError, in_cluster_url
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.wire.envelope import Envelope
 

@@ -13,7 +13,6 @@ from tests.integration.test_memory_cluster import TASK, copied, events, healed, 
 from tests.integration.test_regroup import listening
 from unicrond.agents.protocol.memory_exchange import TLS
 from unicrond.commands.cli import main
-from unicrond.commands.tls import pem_for_node
 from unicrond.events.nats.connection import Login
 from unicrond.events.trust.keys import make_key, write_key
 from unicrond.events.trust.logins import agent_login
@@ -22,6 +21,7 @@ from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.intake.config import load
 from unicrond.local.dev import DevCluster
 from unicrond.replay.reading.nats_source import embedded_login, open_nats
+from unicrond.service.trust.node_certificates import pem_for_node
 
 
 class SealedCluster(DevCluster):

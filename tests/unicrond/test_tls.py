@@ -18,7 +18,7 @@ from tests.unicrond.test_warrants import RUNS, enveloped, told
 from unicrond.agents.memory.peer_tokens import Credentials
 from unicrond.commands.cli import main
 from unicrond.commands.logins import _certify
-from unicrond.commands.tls import authority_of, host_name, pem_for_node
+from unicrond.commands.tls import host_name
 from unicrond.core.state.field_faults import faults
 from unicrond.ctl.client import Client, Unreachable
 from unicrond.ctl.client_options import ca_in
@@ -32,6 +32,7 @@ from unicrond.intake.tls import BadTls, Files, expected_name
 from unicrond.local.dev import free_port
 from unicrond.service.trust.certificates import Certificates
 from unicrond.service.trust.membership_certificates import Warrants
+from unicrond.service.trust.node_certificates import authority_of, pem_for_node
 
 WIDE = "nats: {host: 0.0.0.0}\n"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from unicrond.commands.tls import NoAuthority, pem_for_node
 from unicrond.ctl.client import ApiError, Client
 from unicrond.ctl.client_options import token_in
 from unicrond.events.cli import command_line
@@ -24,6 +23,7 @@ from unicrond.events.trust.logins import BadLogin, Role, User, agent_login
 from unicrond.intake.config import Config, is_loopback, read_secret
 from unicrond.intake.tls import BadTls, expected_name
 from unicrond.intake.tokens import BadTokens, line_of, make_token, read_tokens
+from unicrond.service.trust.node_certificates import NoAuthority, pem_for_node
 
 #: Logins beside the agents', for a NATS server of one's own.
 _ROLES = (Role.COORDINATOR, Role.API, Role.READER, Role.OPERATOR, Role.SYSTEM)

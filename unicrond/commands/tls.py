@@ -20,23 +20,16 @@ from unicrond.events.trust.certificates import (
     first_certificate,
     make_authority,
     names_of,
-    node_certificate,
-    read_authority,
     server_certificate,
 )
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.tls import Files, Tls, ca_key_of, files_of
+from unicrond.service.trust.node_certificates import CA_DAYS, NoAuthority, authority_of
 
-#: A CA lives as long as a cluster: to replace it is to touch every node.
-CA_DAYS = 3650
 DAYS = 397
 _HOST = re.compile(
     r"(?=.{1,253}\Z)([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)*\Z"
 )
-
-
-class NoAuthority(ValueError):
-    """There is no CA here that could sign; one line with the fix."""
 
 
 def tls_init(arguments: argparse.Namespace, config: Config) -> int:
@@ -69,31 +62,6 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
         print(f"  UNICRON_TLS_CA=ca.pem unicronctl --url https://{names[0]}:{config.api.port} status")
     print(f"{ca_key_of(state_dir)} can sign more certificates: nobody but the head's user may read it.")
     return 0
-
-
-def authority_of(config: Config) -> Authority:
-    """Return the CA of `tls-init`. Raises NoAuthority, OSError."""
-    state_dir = Path(config.state_dir)
-    ca, key = files_of(Tls(), state_dir).ca, ca_key_of(state_dir)
-    if not (ca.exists() and key.exists()):
-        missing = key if ca.exists() else ca
-        raise NoAuthority(f"{missing} is not there; run `unicrond tls-init` first")
-    try:
-        return read_authority(ca.read_bytes(), key.read_bytes())
-    except BadCertificate as error:
-        raise NoAuthority(f"{ca}: {error}; restore both from a backup, or remove them and begin anew") from None
-
-
-def pem_for_node(config: Config, node: str) -> str:
-    """Return what a node's key carries: a certificate of its own, if the CA is ours, and the CA; "" in clear. Raises
-    NoAuthority, OSError."""
-    if not (config.nats_tls or config.certifies_nodes):
-        return ""
-    ca = config.certificates.ca.read_text()
-    if not config.certifies_nodes:
-        return ca
-    now = datetime.now(UTC)
-    return node_certificate(authority_of(config), node, now, CA_DAYS).decode() + ca
 
 
 def configured_names(config: Config) -> Iterator[str]:
