@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from unicrond.agents.shell import cli, probe
+from unicrond.agents.shell import cli, pod_login, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
 from unicrond.events.host.kubernetes_account import ACCOUNT_DIR
+from unicrond.events.trust.keys import make_key, write_key
 from unicrond.intake.config import load
+from unicrond.intake.pod_logins import NodeOfPod
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 ROOT = DEPLOY / "kubernetes"
@@ -40,6 +43,10 @@ def pods(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for one in inner if isinstance(inner, list) else [inner]:
             if isinstance(one, dict):
                 yield from pods(one)
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
 
 
 PODS = [pod for path in FILES for each in yaml.safe_load_all(path.read_text()) for pod in pods(each)]
@@ -81,25 +88,44 @@ def test_kubectl_builds_every_overlay(overlay: str) -> None:
     kinds = {each["kind"] for each in found}
     assert {"StatefulSet", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy", "PriorityClass"} <= kinds
     assert {each["metadata"].get("namespace", "training") for each in found} == {"training"}
-    images = {container["image"] for each in found for pod in pods(each) for container in pod["spec"]["containers"]}
+    images = {container["image"] for each in found for pod in pods(each) for container in containers(pod)}
     assert images == {"registry.example.org/unicrond:0.1.0"}, "JobSet's pods too"
     for each in found:
         for version in VERSIONS if each["kind"] != "JobSet" else ():
             kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_agent_log_patch_matches_its_variable() -> None:
-    kustomization = ROOT / "overlays" / "external-nats" / "kustomization.yaml"
+def test_agents_patch_for_other_nats_servers_matches_its_places() -> None:
+    """kubectl is not everywhere: every test of the patch holds, and nothing of the head's login is left."""
+    kustomization = yaml.safe_load((ROOT / "overlays" / "external-nats" / "kustomization.yaml").read_text())
     (agents,) = yaml.safe_load_all((ROOT / "agents-daemonset" / "daemonset.yaml").read_text())
-    for patch in yaml.safe_load(kustomization.read_text())["patches"]:
+    for patch in kustomization["patches"]:
         for step in yaml.safe_load(patch["patch"]):
+            *parts, last = step["path"].strip("/").split("/")
             at: Any = agents
-            for part in step["path"].strip("/").split("/"):
+            for part in parts:
                 at = at[int(part)] if part.isdecimal() else at[part]
-            assert step["op"] == "replace" or at == step["value"] == "UNICRON_AGENT_NATS"
+            key = int(last) if last.isdecimal() else last
+            match step["op"]:
+                case "test":
+                    assert at[key] == step["value"]
+                case "replace":
+                    at[key] = step["value"]
+                case "remove":
+                    del at[key]
+    for version in VERSIONS:
+        kubernetes_validate.validate(agents, version, strict=True)
+    assert "login" not in str(agents) and "'ca'" not in str(agents) and "'token'" not in str(agents)
 
 
-def test_node_object_patch_gives_valid_daemonset(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """What the init container leaves to the agent of gpu07."""
+    write_key(tmp_path / "agent.key", make_key("agent-gpu07"))
+    return tmp_path / "agent.key"
+
+
+def test_node_object_patch_gives_valid_daemonset(monkeypatch: pytest.MonkeyPatch, key: Path) -> None:
     kustomization = yaml.safe_load((ROOT / "overlays" / "node-object" / "kustomization.yaml").read_text())
     (agents,) = yaml.safe_load_all((ROOT / "agents-daemonset" / "daemonset.yaml").read_text())
     (patch,) = kustomization["patches"]
@@ -118,7 +144,8 @@ def test_node_object_patch_gives_valid_daemonset(monkeypatch: pytest.MonkeyPatch
     for one in container["env"]:
         monkeypatch.setenv(one["name"], one.get("value", "10.0.0.7").replace("$(POD_IP)", "10.0.0.7"))
     monkeypatch.setenv("UNICRON_AGENT_NODE", "gpu07")
-    monkeypatch.setenv("UNICRON_AGENT_PASSWORD_FILE", __file__)
+    monkeypatch.setenv("UNICRON_AGENT_KEY", str(key))
+    monkeypatch.setenv("UNICRON_AGENT_TLS_CA", str(key))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     found = cli.parse([]).kubernetes
     assert found is not None and found.cordon_means == "drain" and found.account == ACCOUNT_DIR
@@ -144,26 +171,40 @@ def test_selectors_match_pods() -> None:
 
 
 @pytest.mark.parametrize("pod", PODS, ids=lambda pod: str(pod["metadata"]["labels"]["app"]))
-def test_pods_run_our_programs_without_rights(pod: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_run_our_programs_without_rights(
+    pod: dict[str, Any], monkeypatch: pytest.MonkeyPatch, key: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = pod["spec"]
     (container,) = spec["containers"]
-    assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
-    assert container["securityContext"]["readOnlyRootFilesystem"]
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    claimed = {"log"} if pod["metadata"]["labels"]["app"] == "unicron-head" else set()
-    assert mounted <= {volume["name"] for volume in spec["volumes"]} | claimed
+    is_agent = pod["metadata"]["labels"]["app"] == "unicron-agent"
+    assert spec["securityContext"]["runAsNonRoot"] and not (is_agent and spec["automountServiceAccountToken"])
+    claimed = set() if is_agent else {"log"}
+    for each in containers(pod):
+        assert each["securityContext"]["readOnlyRootFilesystem"]
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        mounted = {mount["name"] for mount in each["volumeMounts"]}
+        assert mounted <= {volume["name"] for volume in spec["volumes"]} | claimed
+    assert "token" not in {mount["name"] for mount in container["volumeMounts"]}, "the init container alone has it"
     program, *words = container["args"]
     env = {one["name"]: one.get("value", "10.0.0.7") for one in container["env"]}
     if program == "unicrond":
         assert parser().parse_args(words).config == Path("/etc/unicron/config/unicron.yaml")
         assert "/readyz" not in str(container["livenessProbe"])
+        for each in spec.get("initContainers", ()):
+            assert parser().parse_args(each["args"][1:]).if_missing
         return
+    (login,) = spec["initContainers"]
+    assert login["args"][0] == program and pod_login.is_asked(login["args"][1:])
+    (at,) = (word for word in login["args"] if word.endswith(".key"))
+    assert at == env["UNICRON_AGENT_KEY"]
+    words_here = [str(key) if word == at else word for word in login["args"][1:]]
+    assert cli.main(words_here) == 0 and "agent-gpu07 already" in capsys.readouterr().out
     variables.check(program, variables.program_variables(cli.parser()), env)
     for name, value in env.items():
         monkeypatch.setenv(name, "job-0" if "INDEX" in value else value.replace("$(POD_IP)", "10.0.0.7"))
     monkeypatch.setenv("UNICRON_AGENT_NODE", "gpu07")
-    monkeypatch.setenv("UNICRON_AGENT_PASSWORD_FILE", __file__)
+    monkeypatch.setenv("UNICRON_AGENT_KEY", str(key))
+    monkeypatch.setenv("UNICRON_AGENT_TLS_CA", str(key))
     assert cli.parse(words).nats == ("nats://unicron-head:4222",)
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked, *flags = container[kind]["exec"]["command"]
@@ -178,13 +219,35 @@ def test_head_configuration_is_valid(tmp_path: Path, head: str) -> None:
     for name in ("nats-password", "api-token"):
         (tmp_path / name).write_text("secret\n")
     (tmp_path / "unicron.yaml").write_text(text.replace("/etc/unicron/secret", str(tmp_path)))
-    assert load(tmp_path / "unicron.yaml", {}).api.port == 7470
+    config = load(tmp_path / "unicron.yaml", {})
+    assert config.api.port == 7470
+    assert head != "head" or (config.has_keys and config.nats_tls and config.api_tls and config.own_token)
+    kinds = {str(NodeOfPod.__args__)}  # type: ignore[attr-defined]
+    for overlay in ("statefulset", "jobset"):
+        (patch,) = yaml.safe_load((ROOT / "overlays" / overlay / "kustomization.yaml").read_text())["patches"]
+        (step,) = yaml.safe_load(patch["patch"])
+        assert step["value"]["name"] == "UNICROND_POD_LOGINS_NODE" and step["value"]["value"] in str(kinds)
+
+
+def test_head_may_have_tokens_reviewed_and_nothing_else() -> None:
+    role, binding = yaml.safe_load_all((ROOT / "head" / "rights.yaml").read_text())
+    (rule,) = role["rules"]
+    assert rule == {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}
+    assert [subject["name"] for subject in binding["subjects"]] == ["unicron-head"]
 
 
 def test_untested_manifests_say_so() -> None:
     for path in ("agents-jobset/jobset.yaml", "overlays/jobset/kustomization.yaml"):
         assert (ROOT / path).read_text().startswith("# NOT RUN BY US")
     assert "NOT RUN BY US" in (ROOT / "overlays" / "node-object" / "kustomization.yaml").read_text()
+
+
+def test_image_compiles_a_kernel_that_there_is() -> None:
+    (program,) = re.findall(r'python -c "(.*?)"', (DEPLOY / "container" / "Containerfile").read_text())
+    imports, _, call = program.partition("; ")
+    names: dict[str, Any] = {}
+    exec(imports, names)
+    assert callable(eval(call.removesuffix("()"), names))
 
 
 def test_image_runs_without_root_and_passes_signals() -> None:

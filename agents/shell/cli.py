@@ -23,7 +23,7 @@ from unicrond.agents.host.task_users import BadUser, identities
 from unicrond.agents.kubernetes.node_object import CordonMeans, NodeObject
 from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell import flag_values as value
-from unicrond.agents.shell import probe
+from unicrond.agents.shell import pod_login, probe
 from unicrond.agents.shell.daemon import installed_version, run_agent
 from unicrond.agents.shell.health_keeper import node_findings
 from unicrond.agents.shell.options import Options
@@ -213,6 +213,14 @@ def _kubernetes() -> tuple[Flag, ...]:
             choices=get_args(CordonMeans),
             default="cordon",
         ),
+        option(
+            "--pod-login",
+            "URL",
+            "in an init container: have this head's API enroll the pod's node, write its key to --key, and end",
+        ),
+        option(
+            "--pod-token", "FILE", "the token for --pod-login: one of the pod's own, for audience unicrond", type=Path
+        ),
         option("--kubernetes-url", "URL", "the API server (that of the pod's cluster)"),
         option(
             "--kubernetes-account",
@@ -379,6 +387,8 @@ def _supervise(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     if probe.is_asked(sys.argv[1:] if argv is None else argv):
         return probe.main(argv)
+    if pod_login.is_asked(sys.argv[1:] if argv is None else argv):
+        return pod_login.main(argv)
     options = parse(argv)
     extras.require("unicron-agent", "node")
     if options.only_checks:

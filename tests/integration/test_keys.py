@@ -16,12 +16,15 @@ from nats.aio.client import Client
 
 from tests.integration.head import UNICROND, config, ctl, daemon, get
 from tests.other_users import ROOT, USER, needs_root, opened
+from tests.token_reviews import POD_TOKEN, TokenReviews, account_of_head
+from unicrond.agents.shell.cli import main as agent_main
 from unicrond.core.state.state import NodeStatus, TaskStatus
 from unicrond.ctl.client import Client as ApiClient
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
 from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.trust.keys import read_key
 from unicrond.events.vocabulary import NodeJoined, StoreAddress
 from unicrond.events.wire.envelope import Envelope, QuarantinedMessage
 from unicrond.intake.config import load
@@ -165,6 +168,31 @@ async def test_public_head_requires_tls_and_keys(tmp_path: Path) -> None:
         await (await logged_in(path, Login(key=key))).close()
         for one in (node, connection):
             await one.close()
+
+
+async def test_pod_trades_its_token_for_a_key_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its agent logs in with that, and has a certificate of its own for states; to another node it is of no use."""
+    path, key, token = with_nats(config(tmp_path, auth="on"), "host: 0.0.0.0"), tmp_path / "n1.key", tmp_path / "token"
+    token.write_text(f"{POD_TOKEN}\n")
+    account = account_of_head(tmp_path / "account")
+    async with TokenReviews().serve() as reviews:
+        logins = f"pod_logins: {{service_account: unicron-agent, url: '{reviews.url}', account_dir: {account}}}"
+        path.write_text(path.read_text().replace("api: {", f"{logins}\napi: {{host: 0.0.0.0, "))
+        await unicrond(path, "tls-init")
+        ca = tmp_path / "state" / "tls" / "ca.pem"
+        async with daemon(path) as (_, url):
+            words = ["--pod-login", url.replace("0.0.0.0", "127.0.0.1"), "--pod-token", str(token), "--key", str(key)]
+            assert await asyncio.to_thread(agent_main, words) == 1
+            assert "not of a CA that this machine knows; give the head's CA as --tls-ca" in capsys.readouterr().err
+            assert await asyncio.to_thread(agent_main, [*words, "--tls-ca", str(ca)]) == 0
+            assert read_key(key).login == "agent-gpu1-example" and read_key(key).has_certificate
+            await (await logged_in(path, Login(key=key))).close()
+            nats = f"nats://127.0.0.1:{load(path).nats.port}"
+            agent = ["--nats", nats, "--key", str(key), "--slots", "1", "--run-dir", str(tmp_path / "run"), "--check"]
+            assert await asyncio.to_thread(agent_main, [*agent, "--node", "gpu1.example"]) in (0, 1)
+            assert "may not" not in capsys.readouterr().out
+            assert agent_main([*agent, "--node", "gpu2.example"]) == 2
+            assert "is the key of agent-gpu1-example, not of node gpu2-example" in capsys.readouterr().err
 
 
 async def test_cluster_moves_from_password_to_keys(tmp_path: Path) -> None:

@@ -181,9 +181,10 @@ def test_public_api_requires_readable_tokens(tmp_path: Path) -> None:
     tokens = listed(tmp_path / "tokens")
     check(Config(api=ApiConfig(host="0.0.0.0", tokens_file=str(tokens))), "file")
     tokens.write_text("nonsense")
+    check(Config(api=ApiConfig(host="0.0.0.0")), "file")  # the head makes one
     for api in (ApiConfig(host="0.0.0.0"), ApiConfig(tokens_file=str(tokens)), ApiConfig(tokens_file="/nowhere")):
         with pytest.raises(ConfigError, match=r"api\.(host|tokens_file)"):
-            check(Config(api=api), "file")
+            check(Config(api=api, auth="off"), "file")
 
 
 def test_client_takes_token_from_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

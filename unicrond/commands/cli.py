@@ -233,6 +233,7 @@ def _add_tls_command(commands: Commands) -> None:
         ),
         repeated("--host", "HOST", "add a name or address of the head to those that it has", type=_host),
         switch("--renew", "make a new certificate of the same CA, with the names of the old one"),
+        switch("--if-missing", "change nothing where the certificate is there; for an init container"),
     )
 
 

@@ -36,6 +36,9 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
     """Make or renew the certificates; return the exit code."""
     state_dir = Path(config.state_dir)
     files, now = files_of(Tls(), state_dir), datetime.now(UTC)
+    if arguments.if_missing and files.cert.exists():
+        print(f"{files.cert} is there")
+        return 0
     try:
         if arguments.renew:
             authority = authority_of(config)

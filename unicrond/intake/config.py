@@ -22,6 +22,7 @@ from unicrond.events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 from unicrond.intake import settings
 from unicrond.intake.notify import Notify
+from unicrond.intake.pod_logins import PodLogins
 from unicrond.intake.strict_yaml import BadYaml, Document, parse, text_of
 from unicrond.intake.tls import BadTls, Files, Tls, expected_name, files_of, server_tls
 from unicrond.intake.tokens import BadTokens, read_tokens
@@ -101,6 +102,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     certificates with which NATS and the API serve other machines; on loopback they use no TLS. `notify`: who is
     notified of what (notify.py). `traces_url`: where spans of incidents and commands go (OTLP over HTTP); empty:
     nowhere. `auth`: "off": on loopback nobody needs a login or a token, so every process of this machine may do all.
+    `pod_logins`: which pods of Kubernetes get logins by their tokens (pod_logins.py).
     """
 
     state_dir: str = "unicron-state"
@@ -118,6 +120,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     notify: Notify = Notify()
     traces_url: str = ""
     auth: Literal["on", "off"] = "on"
+    pod_logins: PodLogins = PodLogins()
 
     @property
     def has_keys(self) -> bool:
@@ -228,7 +231,7 @@ def where(path: Path | None, environ: Mapping[str, str]) -> str:
 
 def check(config: Config, where: str) -> None:
     """Check the rules that concern several fields. Raise ConfigError."""
-    _check_api(config.api, where)
+    _check_api(config, where)
     for kind, level in config.severity.items():
         impossible = [severity.value for severity in IMPOSSIBLE.get(kind, ())]
         if level in impossible:
@@ -264,7 +267,16 @@ def check(config: Config, where: str) -> None:
         raise ConfigError(
             f"{where}: traces_url: {config.traces_url!r} is not an http address; give http://COLLECTOR:4318/v1/traces"
         )
+    _check_pod_logins(config, where)
     _check_tls(config, where)
+
+
+def _check_pod_logins(config: Config, where: str) -> None:
+    if config.pod_logins.service_account and (config.nats.url or not config.has_keys):
+        raise ConfigError(
+            f"{where}: pod_logins.service_account: is for an embedded server with keys; remove nats.url and nats.auth, "
+            "or enroll nodes by `unicrond enroll`"
+        )
 
 
 def _check_tls(config: Config, where: str) -> None:
@@ -279,11 +291,12 @@ def _check_tls(config: Config, where: str) -> None:
             raise ConfigError(f"{where}: tls.{field}: {path} is not a file; create it or fix the path")
 
 
-def _check_api(api: ApiConfig, where: str) -> None:
-    if not is_loopback(api.host) and not (api.token_file or api.tokens_file):
+def _check_api(config: Config, where: str) -> None:
+    api = config.api
+    if not is_loopback(api.host) and not (api.token_file or api.tokens_file or config.own_token):
         raise ConfigError(
             f"{where}: api.host: {api.host} is open to others, and a task can run any code; "
-            "set api.tokens_file, or use 127.0.0.1"
+            "remove auth: off, or use 127.0.0.1"
         )
     for field in ("token_file", "tokens_file"):
         path = getattr(api, field)

@@ -10,6 +10,8 @@ Rules
   raised.
 * Who brings no token from the head's own machine is told in which file the head's own one is: whether he may read it
   is the file's mode (0600).
+* A pod of Kubernetes that wants its node's key (POD_LOGINS) shows its own token, which login_api.py has reviewed; one
+  that is refused counts as a wrong token here.
 * A refusal is logged with the address, at most once in SAY_EVERY_S for each; the token itself never is. An address with
   FAILURES_MAX refusals within WINDOW_S gets 429 for wrong tokens until these are old. Right ones always count: several
   people may share an address.
@@ -36,9 +38,13 @@ log = logging.getLogger("unicrond")
 OWN_READS = ("/v1/state", "/v1/logs/", "/v1/marks/", "/v1/ranks/", "/v1/story/task/")
 #: The paths that a probe may ask for without a token.
 PROBES = ("/livez", "/readyz", "/healthz")
+#: What pods ask for, each with the token that Kubernetes gave it.
+POD_LOGINS = "/v1/pod-logins"
 SAY_EVERY_S = 10.0
 WINDOW_S = 60.0
 FAILURES_MAX = 20
+#: A pod, which may do nothing else.
+_POD_GRANT = Grant("pod", frozenset())
 #: The failures of so many addresses are remembered; the oldest are dropped.
 _ADDRESSES_MAX = 1024
 
@@ -87,6 +93,8 @@ class Access:
         """Return the grant of the token that a request brings. Raises AccessDenied. `now_s`: any clock that never
         steps."""
         needed = scope_of(method, path)
+        if path == POD_LOGINS:
+            return _POD_GRANT
         if self.is_open or needed is None:
             return FULL_GRANT
         self._look()
@@ -96,10 +104,10 @@ class Access:
             # unicronctl on this machine asks so first, and is told where to look: that is no guess.
             raise AccessDenied(f"token: missing; {self._local} has one, or give --token-file", 401, str(self._local))
         if grant is None:
-            raise self._failed(address, f"{method} {path}: {'wrong token' if token else 'no token'}", now_s)
+            raise self.count_failure(address, f"{method} {path}: {'wrong token' if token else 'no token'}", now_s)
         reads_own = needed is Scope.READ and Scope.READ_OWN in grant.scopes and _is_own_read(path)
         if needed not in grant.scopes and not reads_own:
-            self._failed(address, f"{method} {path}: token {grant.name} lacks scope {needed}", now_s)
+            self.count_failure(address, f"{method} {path}: token {grant.name} lacks scope {needed}", now_s)
             raise AccessDenied(f"token: {grant.name} lacks scope {needed}; ask for one that has it", 403)
         return grant
 
@@ -112,13 +120,21 @@ class Access:
             return True
         return False
 
+    def require_patience(self, address: str, now_s: float) -> None:
+        """Raise OrderRefused where the address has sent too many wrong tokens of late. For a token that is not looked
+        up here."""
+        failures = self._failures.get(address)
+        if failures is not None and failures.count > FAILURES_MAX and now_s - failures.since_s <= WINDOW_S:
+            raise OrderRefused(429, _too_many(address))
+
     def alarms(self) -> list[Alarm]:
         """Return what a person has to look at."""
         text = f"api.tokens_file: {self.trouble}; the previous tokens stay valid"
         return [Alarm("tokens-unreadable", text)] if self.trouble else []
 
-    def _failed(self, address: str, request: str, now_s: float) -> AccessDenied:
-        """Count a refusal of this address, log it if one is due, and return the error to raise."""
+    def count_failure(self, address: str, request: str, now_s: float) -> AccessDenied:
+        """Count a refusal of this address, log it if one is due, and return the error to raise. `request`: what was
+        asked for, and what was wrong."""
         failures = self._failures.pop(address, None)
         if failures is None or now_s - failures.since_s > WINDOW_S:
             failures = _Failures(now_s)
@@ -132,7 +148,7 @@ class Access:
             log.warning("API: refused %s %s%s", address, clean(request)[:200], times)
             failures.logged_s, failures.unlogged = now_s, 0
         if failures.count > FAILURES_MAX:
-            return AccessDenied(f"token: too many wrong ones from {address}; wait {WINDOW_S:g} s", 429)
+            return AccessDenied(_too_many(address), 429)
         return AccessDenied("token: missing or wrong; give --token-file, or set UNICRON_TOKEN_FILE", 401)
 
     def _look(self) -> None:
@@ -153,6 +169,10 @@ class Access:
             self.trouble = trouble
             return
         self._file_version, self.trouble = version, ""
+
+
+def _too_many(address: str) -> str:
+    return f"token: too many wrong ones from {address}; wait {WINDOW_S:g} s"
 
 
 def scope_of(method: str, path: str) -> Scope | None:

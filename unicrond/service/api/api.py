@@ -17,8 +17,7 @@
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/nodes/NAME/forget             {"leave", "reason"}
     POST /v1/maintenance                   windows, and /v1/maintenance/ID/cancel: see maintenance_api.py
-    POST /v1/nodes/NAME/enroll             {"key", "unused_h"}
-    POST /v1/nodes/NAME/revoke             {"reason"}
+    POST /v1/nodes/NAME/enroll, /revoke, /v1/pod-logins   logins of nodes: see login_api.py
     POST /v1/faults                        see fault_targets.py; 409 unless the configuration allows it
     GET  /v1/goodput?peak_tflops=N&last_s=S   goodput and badput by cause (views/goodput_report.py); N: of one worker
     GET  /v1/plan/table                    what would be planned after each event that may come next
@@ -53,7 +52,7 @@ from msgspec.structs import replace
 
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.fault_targets import FaultOrder, OrderRefused, injection_request
-from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, update_problem
+from unicrond.core.rules.requests import agent_mismatch, update_problem
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import worker_mtbf_us
 from unicrond.core.state.state import Task, TaskStatus
@@ -64,7 +63,6 @@ from unicrond.core.tasks.task_validation import name_conflict, task_problems
 from unicrond.display.cluster_tables import derived_values
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog
-from unicrond.events.trust.logins import BadLogin, agent_login
 from unicrond.events.wire.codec import API_PRODUCER, BadEvent
 from unicrond.events.wire.envelope import Envelope
 from unicrond.events.wire.schemas import beyond_schema
@@ -83,6 +81,7 @@ from unicrond.service.api.access import (
 from unicrond.service.api.alarm_api import AlarmApi, without_people
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
+from unicrond.service.api.login_api import LoginApi
 from unicrond.service.api.maintenance_api import MaintenanceApi
 from unicrond.service.api.metrics import exposition
 from unicrond.service.api.own_state import own_state
@@ -92,7 +91,6 @@ from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import (
     CordonOrder,
-    Enrolment,
     ForgetOrder,
     OfNode,
     Reason,
@@ -170,8 +168,6 @@ class Api:
                 web.post("/v1/nodes/{node}/cordon", self.cordon),
                 web.post("/v1/nodes/{node}/uncordon", self.uncordon),
                 web.post("/v1/nodes/{node}/forget", self.forget),
-                web.post("/v1/nodes/{node}/enroll", self.enroll),
-                web.post("/v1/nodes/{node}/revoke", self.revoke),
                 web.post("/v1/faults", self.inject),
                 *self._log_api.routes(),
                 *self._looking.routes(),
@@ -179,6 +175,7 @@ class Api:
                 *PlanApi(self._config.policy, self._coordinator).routes(),
                 *ModeApi(self._append, self._task).routes(),
                 *MaintenanceApi(self._coordinator, self._append).routes(),
+                *LoginApi(self._config, self._coordinator, self._append, self._access).routes(),
             ]
         )
         return app
@@ -366,30 +363,6 @@ class Api:
         if problem := agent_mismatch(self._coordinator.state, event):
             return error(409, problem)
         return await self._append(event, {"node": event.node, **(about or {})}, 202)
-
-    async def enroll(self, request: web.Request) -> web.Response:
-        """Allow a node's agent to log in with this key; the node need not have joined before."""
-        node = request.match_info["node"]
-        enrolment = await body_of(request, Enrolment)
-        if not self._config.has_keys:
-            return error(400, "nats.auth: this coordinator uses no keys; set it to keys (docs/operate/logins.md)")
-        expires_us = time.time_ns() // 1000 + int(enrolment.unused_h * 3600e6) if enrolment.unused_h else 0
-        try:
-            agent_login(node)
-        except BadLogin as wrong:
-            return error(400, f"node: {wrong}")
-        event = v.NodeEnrolled(node=node, key=enrolment.key, expires_us=expires_us)
-        if problem := enrolment_problem(self._coordinator.state, event):
-            return error(400, problem)
-        return await self._append(event, {"node": node}, 202)
-
-    async def revoke(self, request: web.Request) -> web.Response:
-        """End the login of a node's agent."""
-        node = request.match_info["node"]
-        reason = (await body_of(request, Reason)).reason or _REASON
-        if node not in self._coordinator.state.logins:
-            return error(404, f"node: {node[:63]} is not enrolled")
-        return await self._append(v.NodeRevoked(node=node, reason=reason), {"node": node}, 202)
 
     async def ask(self, event: v.AnyRequest) -> None:
         """Append a request from a part of this process, as if a person had sent it."""

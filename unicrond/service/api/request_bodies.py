@@ -19,6 +19,12 @@ class Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unused_h: Annotated[float, Meta(ge=0.0, le=8784.0)] = 24.0
 
 
+class PodEnrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Enrols the node that a pod is; whose pod it is says the token that comes with the request."""
+
+    key: PublicKey
+
+
 class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why something is done, for the log."""
 
