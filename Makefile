@@ -11,7 +11,7 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix redteam upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages resolve megatron-lm older-core lint clean help
+.PHONY: install check test browser demo man matrix redteam upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -39,6 +39,8 @@ help:
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make packages  sdist and wheel of unicrond and of unicrond-lab, in dist/"
+	@echo "make lock     deploy/locks anew: each version of constraints.txt with the hashes of its files (asks the package index)"
+	@echo "make sbom     bills of materials of head, node and make's own environment (CycloneDX), in build/sbom"
 	@echo "make resolve  does pip find a set of versions for the base install, each extra and unicrond-lab, and do packages with names of our folders fit beside it? (asks the package index)"
 	@echo "make browser  the web page in a real browser (Debian's chromium): its tests, three real nodes, 1,000 nodes and 100,000 events; pictures in build/pictures"
 	@echo "make man      manual pages of the four commands, in build/man"
@@ -46,11 +48,15 @@ help:
 
 install: $(STAMP)
 
+# Nothing without its hash. torch's build for the CPU is taken where pip finds it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS),
+# else the index's build, with what it needs of CUDA.
 # pip would compile on one core. (A few files of torch and others are not Python of this version.)
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(wildcard deploy/locks/*)
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("unicrond needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
+	deploy/locks/install $(VENV) torch-cpu || deploy/locks/install $(VENV) cuda
+	deploy/locks/install $(VENV) all
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(STAMP)
 
@@ -93,7 +99,7 @@ megatron-lm: $(STAMP)
 	MEGATRON_LM_MUST=1 $(BIN)/pytest -m "megatron_lm or not megatron_lm" tests/megatron_lm
 
 older-core: $(STAMP)
-	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target .megatron-core-$(OLDER_CORE) megatron-core==$(OLDER_CORE)
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --require-hashes --target .megatron-core-$(OLDER_CORE) --requirement deploy/locks/older-core.txt
 	PYTHONPATH=$(CURDIR)/.megatron-core-$(OLDER_CORE) $(BIN)/pytest -n 2 --dist loadscope $(OLDER_WARNS) $(RIGS) tests/trainer
 
 upgrade: $(STAMP)
@@ -141,9 +147,11 @@ takeover: $(STAMP)
 stragglers: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.stragglers --rounds 3 --calm-s 3600 --out stragglers.jsonl
 
-$(PEERS_STAMP): pyproject.toml constraints.txt
+$(PEERS_STAMP): pyproject.toml $(wildcard deploy/locks/*)
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[all,peers]'
+	deploy/locks/install $(PEERS) torch-cpu || deploy/locks/install $(PEERS) cuda
+	deploy/locks/install $(PEERS) peers
+	$(PEERS)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(PEERS_STAMP)
 
 bench-recovery: $(STAMP) $(PEERS_STAMP)
@@ -167,8 +175,22 @@ man: $(STAMP)
 packages: $(STAMP)
 	$(BIN)/python -m tests.integration.installation dist
 
+# What makes locks and bills of materials has an environment of its own.
+TOOLS := .venv-tools
+TOOLS_STAMP := $(TOOLS)/.installed
+$(TOOLS_STAMP): deploy/locks/tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet --require-hashes --only-binary :all: --requirement deploy/locks/tools.txt
+	touch $(TOOLS_STAMP)
+
+lock: $(TOOLS_STAMP)
+	$(TOOLS)/bin/python -m tests.supply.lock
+
+sbom: $(TOOLS_STAMP)
+	$(TOOLS)/bin/python -m tests.supply.sbom build/sbom
+
 resolve: $(STAMP)
 	$(BIN)/python -m tests.integration.resolve
 
 clean:
-	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TOOLS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

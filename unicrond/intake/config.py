@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from unicrond.core.state.field_faults import Place, faults
 from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server import ServerTls
+from unicrond.events.nats.server_program import ANY
 from unicrond.events.nats.url import parse_urls
 from unicrond.events.trust.logins import Role
 from unicrond.events.vocabulary import ErrorKind, SeverityLevel
@@ -42,7 +44,7 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `password_file` holds the password alone. `replicas`: of the streams, for a cluster 3. `auth`: "keys": every login
     has a key of its own, in the directory `keys` those of this machine; "migrate": the user with the password may still
     do everything; "": keys where the server is embedded ("migrate" where user and password are given), else the login
-    that is given.
+    that is given. `server_sha256`: of the embedded server's program ("any": no matter); "": one that was tested.
     """
 
     url: str = ""
@@ -56,6 +58,7 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     auth: Literal["", "keys", "migrate"] = ""
     keys: str = ""
+    server_sha256: str = ""
 
     @property
     def has_login(self) -> bool:
@@ -257,6 +260,7 @@ def check(config: Config, where: str) -> None:
             f"{where}: nats.url: no login is given, so whoever reaches that server may write the log; set nats.auth: "
             "keys (docs/operate/logins.md) or nats.creds, or say auth: off"
         )
+    _check_program(config.nats.server_sha256, where)
     for field in ("password_file", "creds", "nkey_seed", "tls_ca"):
         path = getattr(config.nats, field)
         if path and not Path(path).is_file():
@@ -276,6 +280,14 @@ def _check_pod_logins(config: Config, where: str) -> None:
         raise ConfigError(
             f"{where}: pod_logins.service_account: is for an embedded server with keys; remove nats.url and nats.auth, "
             "or enroll nodes by `unicrond enroll`"
+        )
+
+
+def _check_program(digest: str, where: str) -> None:
+    if digest not in ("", ANY) and not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ConfigError(
+            f"{where}: nats.server_sha256: {digest!r} is no sha256; give the 64 digits that `sha256sum nats-server` "
+            f"prints, or {ANY}"
         )
 
 

@@ -191,7 +191,9 @@ async def _make_stream(config: Config, first_seq: int) -> None:
             await connection.close()
         return
     login = Login(user="unicrond-restore", password=secrets.token_urlsafe(24))  # for this moment
-    server = EmbeddedServer(Path(config.state_dir) / "nats", login=login, dies_with_us=True)
+    server = EmbeddedServer(
+        Path(config.state_dir) / "nats", login=login, dies_with_us=True, sha256=config.nats.server_sha256
+    )
     try:
         await server.start()
         connection = await connect(server.url, name="unicrond-restore", login=login, timeout_s=CONNECT_TIMEOUT_S)

@@ -204,6 +204,7 @@ def server_of(config: Config, roles: list[User], status: StartupStatus) -> Embed
         tls=embedded_tls(config),
         lease=StoreLease(Path(config.state_dir) / "nats"),
         waits=status.say,
+        sha256=config.nats.server_sha256,
     )
 
 
