@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import shutil
 import signal
@@ -27,7 +26,6 @@ from pathlib import Path
 from unicrond.events.log.event_log import LogError, LogUnavailable
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server import EmbeddedServer, ServerError
-from unicrond.events.nats.server_program import VARIABLE
 
 USER = "unicron-replay"
 #: A stream's consumers in the server's store.
@@ -62,8 +60,7 @@ async def serve_copy(state_dir: Path) -> AsyncIterator[tuple[str, Login | None]]
             yield url, None
             return
         login = Login(user=USER, password=secrets.token_urlsafe(24))
-        sha256 = os.environ.get(VARIABLE, "")
-        server = EmbeddedServer(Path(place) / "nats", login=login, dies_with_us=True, sha256=sha256)
+        server = EmbeddedServer(Path(place) / "nats", login=login, dies_with_us=True)
         try:
             await server.start()
             yield server.url, login

@@ -13,7 +13,15 @@ import pytest
 
 from unicrond.events.nats import server_program
 from unicrond.events.nats.server import EmbeddedServer, ServerError
-from unicrond.events.nats.server_program import ANY, PROGRAM, TESTED, UnknownProgram, find_program, trusted_program
+from unicrond.events.nats.server_program import (
+    ANY,
+    PROGRAM,
+    TESTED,
+    VARIABLE,
+    UnknownProgram,
+    find_program,
+    trusted_program,
+)
 from unicrond.intake.config import ConfigError, load
 
 
@@ -71,6 +79,11 @@ async def test_server_starts_program_that_is_named(tmp_path: Path, changed: Path
         assert psutil.Process(server.pid).exe() == str(changed)
     finally:
         await server.kill()
+
+
+def test_variable_names_program_where_no_configuration_is_read(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, _digest(changed))
+    assert trusted_program() == changed
 
 
 def test_named_program_alone_is_trusted() -> None:
