@@ -160,10 +160,10 @@ def subject_of(message: FromWorker) -> str:
 
 
 def spend(budget: WorkerBudget, kind: str, now_us: int) -> tuple[WorkerBudget, bool]:
-    """Take one message of the kind from its bucket; return whether it had one, and count it as dropped if not."""
+    """Take one message of the kind from its bucket; return whether it had one."""
     bucket, paid_us = BUDGETS[kind], budget.paid_us.get(kind, 0)
     if bucket.pause_us(paid_us, now_us):
-        return count_dropped(budget, kind), False
+        return budget, False
     return replace(budget, paid_us={**budget.paid_us, kind: bucket.paid_us(paid_us, now_us)}), True
 
 

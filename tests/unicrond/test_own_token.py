@@ -126,6 +126,23 @@ class CuriousHead(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.parametrize("path", ["/", "\0"])
+def test_what_is_no_file_is_refused_in_a_line(path: str, port: int) -> None:
+    with pytest.raises(NoOwnToken, match="token: "):
+        own_token(Path(path), port)
+
+
+def test_head_at_default_port_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CuriousHead.path_named, CuriousHead.headers_seen = str(token_file(tmp_path)), []
+    with ThreadingHTTPServer(("127.0.0.1", 0), CuriousHead) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setattr("http.client.HTTPConnection.default_port", server.server_port)
+        with pytest.raises(ApiRefused):
+            Client("http://127.0.0.1").health()
+        server.shutdown()
+    assert CuriousHead.headers_seen == ["", "Bearer unicron_secret"]
+
+
 @pytest.mark.parametrize(("is_own_machine", "tokens"), [(True, ["", "Bearer unicron_secret"]), (False, [""])])
 def test_head_on_another_machine_gets_no_file_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own_machine: bool, tokens: list[str]

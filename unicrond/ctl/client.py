@@ -397,7 +397,7 @@ class Client:
         connection.close()
         if status == 401 and is_own_machine and not self._headers and (source := file_named(text)):
             try:
-                self._headers = _bearer(own_token(source, self._port or 0))
+                self._headers = _bearer(own_token(source, connection.port))
             except NoOwnToken as error:
                 raise ApiRefused(str(error), status) from None
             return self._open_here(method, path, body)

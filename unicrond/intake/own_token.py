@@ -42,15 +42,17 @@ def own_token(path: Path, port: int) -> str:
     fix = "give --token-file, or ask as the user who runs the head"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise NoOwnToken(f"token: cannot read {path}: {error.strerror}; {fix}") from None
-    with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
+    except (OSError, ValueError) as error:  # a ValueError: no system has a file of that name
+        raise NoOwnToken(f"token: cannot read {path}: {getattr(error, 'strerror', error)}; {fix}") from None
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
             raise NoOwnToken(f"token: {path} is not a file of its owner alone; chmod 600 it, or give --token-file")
         if set(_listeners(port)) != {status.st_uid}:
             raise NoOwnToken(f"token: {path} is not of the user who listens on port {port}; give --token-file")
-        token = file.read(4096).strip()
+        token = os.read(descriptor, 4096).decode("ascii", errors="replace").strip()
+    finally:
+        os.close(descriptor)
     if not token.startswith(PREFIX) or not token.isprintable():
         raise NoOwnToken(f"token: {path} is not one line that begins with {PREFIX}; remove it and restart the head")
     return token

@@ -18,7 +18,7 @@ Rules
 * A worker that the state does not know has no place. What it says changes nothing (`folding/`), and is refused where
   only a liar says it: honest agents fall silent about a worker before the state forgets it.
 * A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
-* One member's accusation convicts nobody (`folding/suspicions.py`): most of the others have to say so, at least two.
+* One member's accusation convicts nobody (`folding/suspicions.py`): most of those that are asked, at least two.
 * AUTHORITY has a rule for every type of observation but requests; a test holds it to that. What a rule refuses is
   counted by node (`ClusterState.refused_observations`) and is an alarm.
 """
