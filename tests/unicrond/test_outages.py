@@ -312,6 +312,8 @@ def test_first_of_a_domain_waits_for_the_rest_and_for_nobody_else() -> None:
 
 def test_rest_of_a_domain_that_is_out_goes_with_it() -> None:
     assert sorted_losses({"n0": 3}, "", "aaabbbbbbb", out="a") == ([Loss("a", ("n0",), joins=True)], "", "")
+    many = sorted_losses(dict.fromkeys(("n0", "n1", "n2"), 3), "", "aaabbb", out="a")
+    assert many == ([Loss("a", ("n0", "n1", "n2"), joins=True)], "", ""), "as many as an outage of its own takes"
 
 
 def test_nodes_of_two_domains_are_two_outages_unless_they_are_many() -> None:

@@ -96,7 +96,8 @@ def losses(overdue: Mapping[str, int], late: Collection[str], domains: Domains, 
         return Losses((), (), ())
     labels = {domains.of.get(name, "") for name in overdue}
     if is_outage(len(overdue), up):
-        return Losses((Loss(labels.pop() if len(labels) == 1 else "", tuple(overdue)),), (), ())
+        label = labels.pop() if len(labels) == 1 else ""
+        return Losses((Loss(label, tuple(overdue), joins=label in domains.out),), (), ())
     joint: list[Loss] = []
     later: set[str] = set()
     late_of = Counter(domains.of.get(name, "") for name in late)
