@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.planning.placement import place
@@ -15,6 +16,7 @@ from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.core.tasks.starvation import ranks
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
+from unicrond.replay.simulation.faults.boundary_events import STRANGER
 
 #: Name -> sentence; part of `invariants.RULES`.
 JUDGEMENT_RULES: dict[str, str] = {
@@ -36,12 +38,17 @@ _HOUR_US = 3_600_000_000
 
 
 class PlanCauses(msgspec.Struct, frozen=True):
-    """What may move a task: nodes that may carry workers, tasks as they were submitted or changed, and whose turn it
-    is. Not: what has failed."""
+    """What may move a task: nodes that may carry workers, tasks as they were submitted or changed, whose turn it is,
+    and per task what was measured of it, and its troubles."""
 
     nodes: tuple[tuple[object, ...], ...]
     tasks: tuple[tuple[object, ...], ...]
     turns: tuple[str, ...]
+    lessons: Mapping[str, tuple[object, ...]]
+
+    def without(self, names: Collection[str]) -> PlanCauses:
+        """Return the causes but for what these tasks have taught."""
+        return replace(self, lessons={name: lesson for name, lesson in self.lessons.items() if name not in names})
 
 
 def causes_of(state: ClusterState) -> PlanCauses:
@@ -50,7 +57,11 @@ def causes_of(state: ClusterState) -> PlanCauses:
         [(n.name, n.slots, n.gpu, n.agent.boot, n.schedulable, n.cordon.active) for n in state.nodes.values()]
     )
     tasks = tuple([(task.name, task.submitted_seq, task.spec.shape) for task in state.active])
-    return PlanCauses(nodes, tasks, tuple(ranks(state)))
+    lessons = {
+        task.name: (task.pace.measurements, task.pace.on_gpus, task.pace.other_layouts, task.troubles)
+        for task in state.active
+    }
+    return PlanCauses(nodes, tasks, tuple(ranks(state)), lessons)
 
 
 def programs_accuse_no_node(
@@ -69,18 +80,22 @@ def programs_accuse_no_node(
 def programs_move_no_others(
     basis: ClusterState,
     plan: v.PlanAdopted,
-    failing: Collection[str],
+    failing: Mapping[str, int],
     before: PlanCauses | None,
+    causes: PlanCauses,
 ) -> str:
-    """Check a plan. `basis`: the state that it was decided in. `failing`: garbage tasks that have failed since their
-    last step. `before`: the causes of the plan in force."""
+    """Check a plan. `basis`: the state that it was decided in. `failing`: how often garbage tasks have failed since
+    their last step; what they teach is no cause, and from the second time on they fail without progress. `before`: the
+    causes of the plan in force. `causes`: those of this one."""
     shares = {assignment.task: expand(assignment) for assignment in plan.assignments}
     # A task that begins to fail counts as one that leaves: what it had is free for others.
     leaves = any(
         name in basis.plan.assignments and basis.plan.assignments[name].workers > _workers(shares.get(name))
         for name in failing
     )
-    unchanged = bool(failing) and not leaves and before == causes_of(basis)
+    unchanged = (
+        bool(failing) and not leaves and before is not None and before.without(failing) == causes.without(failing)
+    )
     for task in basis.active:
         old, new = basis.plan.assignments.get(task.name), shares.get(task.name)
         workers = _workers(new)
@@ -91,7 +106,7 @@ def programs_move_no_others(
                 f"plan {plan.epoch} moves {task.name} ({old.workers} -> {workers}), though nothing but programs failed"
             )
         if workers < min(old.workers, task.spec.min_workers):
-            for name in failing:
+            for name in [name for name, failures in failing.items() if failures > 1]:
                 rival, share = basis.tasks[name], shares.get(name)
                 if share and share.workers >= task.spec.min_workers and rival.spec.priority <= task.spec.priority:
                     return f"plan {plan.epoch} stops {task.name} for {name}, which fails without progress"
@@ -210,9 +225,10 @@ def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], withi
 
 def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, silenced: Callable[[int], bool]) -> str:
     """Check a decision. `basis`: the state that it was decided in. `silenced`: whether a node whose last beat came then
-    was cut off together with all others, which still are."""
+    was cut off together with all others, which still are. A node that lies is heard all the same."""
     up = sum(node.status is NodeStatus.UP for node in basis.nodes.values())
-    if up >= 2 and isinstance(event, v.NodeLost) and silenced(event.evidence.beat_at_us):
+    is_heard = STRANGER in basis.nodes and basis.nodes[STRANGER].status is NodeStatus.UP
+    if up >= 2 and not is_heard and isinstance(event, v.NodeLost) and silenced(event.evidence.beat_at_us):
         return f"{event.node} is lost, and none of {up} nodes is heard: {event.reason}"
     if basis.silence is not None and isinstance(event, _JUDGEMENTS):
         return f"decided while no node is heard: {event.sentence()}"

@@ -21,8 +21,11 @@ class PeopleRecord:
         #: Whether a node whose last beat came at that time of the log was cut off together with all others, which still
         #: are.
         self.silenced: Callable[[int], bool] = lambda _: False
-        #: Of `programs`, how often each has failed since its last step.
+        #: Of `programs`, how often each has failed since its last step. Workers that end together are one failure: one
+        #: that was started after it makes the next.
         self._failures: dict[str, int] = {}
+        #: Of `programs`, the number of the first worker that is started after its last failure.
+        self._next_worker: dict[str, int] = {}
         self._best: dict[str, int] = {}
         self._causes: PlanCauses | None = None
         #: When nodes were isolated, by the log's clock.
@@ -38,8 +41,8 @@ class PeopleRecord:
         """Check an entry that has become durable, and yield (rule, story). `states`: see InvariantChecker."""
         event = entry.envelope.event
         match event:
-            case v.WorkerExited(task=task, is_expected=False) | v.HangSuspected(task=task) if task in self.programs:
-                self._failures[task] = self._failures.get(task, 0) + 1
+            case v.WorkerExited(is_expected=False) | v.HangSuspected() if event.task in self.programs:
+                self._count_failure(before, event)
             case v.StepCommitted(task=task, last=last) if last > self._best.get(task, 0):
                 self._best[task] = last
                 self._failures.pop(task, None)
@@ -57,10 +60,17 @@ class PeopleRecord:
                 story = rules.brakes_hold(before, basis, event.node, self._isolations_us)
                 yield "brakes_hold", story
             case v.PlanAdopted():
-                failing = [name for name in self._failures if name in basis.tasks]
-                yield "programs_move_no_others", rules.programs_move_no_others(basis, event, failing, self._causes)
+                failing = {task.name: self._failures[task.name] for task in basis.active if task.name in self._failures}
+                causes = rules.causes_of(basis)
+                story = rules.programs_move_no_others(basis, event, failing, self._causes, causes)
+                yield "programs_move_no_others", story
                 yield "production_goes_first", rules.production_goes_first(basis, event, self.programs)
-                self._causes = rules.causes_of(basis)
+                self._causes = causes
+
+    def _count_failure(self, before: ClusterState, event: v.WorkerExited | v.HangSuspected) -> None:
+        if event.task in before.tasks and int(event.worker.rpartition(".")[2]) >= self._next_worker.get(event.task, 0):
+            self._failures[event.task] = self._failures.get(event.task, 0) + 1
+            self._next_worker[event.task] = before.tasks[event.task].numbers.next_worker
 
     def at_look(self, state: ClusterState, now_s: float) -> Iterator[tuple[str, str]]:
         """Look at the time that things have taken by now, and yield (rule, story)."""

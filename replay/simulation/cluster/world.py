@@ -173,7 +173,8 @@ class World:
     async def _repair(self, repair: Repair) -> tuple[bool, str]:
         """Reboot the node as the operator's command, or fail at it."""
         await asyncio.sleep(2.0)
-        self.hosts[repair.node].is_unhealthy = False
+        if repair.node in self.hosts:  # a node that lies has none
+            self.hosts[repair.node].is_unhealthy = False
         return bool(repair.isolation % 2), "simulated"
 
     def uncordon_all(self) -> None:

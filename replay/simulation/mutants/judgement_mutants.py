@@ -39,8 +39,9 @@ def _prefer_what_fails() -> None:
         """Wrap `ranks`."""
 
         def failing_first(state: Any) -> Any:
-            """Give each task that has failed since its last iteration the highest turn."""
-            return ranks(state) | {task.name: TURNS_MAX for task in state.active if task.troubles.stuck}
+            """Give the tasks that have failed since their last iteration the highest turns."""
+            failing = [task.name for task in state.active if task.troubles.stuck]
+            return ranks(state) | {name: TURNS_MAX - place for place, name in enumerate(failing)}
 
         return failing_first
 
