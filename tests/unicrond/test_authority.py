@@ -160,6 +160,22 @@ def test_stray_stands_beside_the_task_and_is_stopped() -> None:
     assert not cluster.state.nodes["n0"].strays and cluster.state.tasks == tasks
 
 
+def test_lost_worker_that_met_its_group_unheard_is_no_liar() -> None:
+    """Its node was away when the group met: what it saved there is nothing that the log knows of."""
+    cluster = MiniCluster(3)
+    cluster.add_host("n0")
+    cluster.submit("a", min_workers=1, max_workers=1, iterations=1000)
+    while not cluster.state.tasks["a"].workers:
+        assert cluster.decide()
+    (name,) = cluster.state.tasks["a"].workers
+    cluster.lose(cluster.hosts["n0"])
+    before = cluster.state
+    event = v.CheckpointSaved(node="n0", task="a", worker=name, iteration=3, path="/c/3", size_bytes=1, duration_us=1)
+    cluster.say(cluster.hosts["n0"], event)
+    assert cluster.state.tasks["a"].progress == before.tasks["a"].progress
+    assert cluster.state.refused_observations == before.refused_observations
+
+
 def test_thousand_invented_workers_are_ended_a_few_at_a_time() -> None:
     cluster = MiniCluster(3)
     cluster.add_host("n0", 1000)

@@ -267,6 +267,28 @@ def test_task_that_lost_its_last_member_by_itself_begins_with_what_is_left() -> 
     assert len(members(cluster)) == 2 and cluster.state.tasks["big"].confirmed
 
 
+def test_plan_of_the_hold_is_made_anew_once_the_free_seats_are_back() -> None:
+    """Nothing else asks for a plan: nodes and tasks are those that it was made for."""
+    cluster = MiniCluster(0, Policy(outage_hold_s=120.0))
+    for name in RACKS[:5]:
+        cluster.add_host(name)
+    cluster.submit("small", min_workers=1, max_workers=1)
+    cluster.run()
+    cluster.train("small", 3)
+    ((used,),) = cluster.state.plan.assignments["small"].replicas
+    free = [name for name in RACKS[:5] if name != used]
+    lose_rack(cluster, free)
+    cluster.run()
+    cluster.submit("big", min_workers=2, max_workers=4)
+    cluster.run()
+    assert not cluster.state.plan.assignments["big"].replicas, "on nodes of an outage no worker is planned anew"
+    for name in free:
+        cluster.add_host(name)
+        cluster.run()
+    cluster.assert_whole()
+    assert len(members(cluster)) == 4
+
+
 def test_person_who_changes_a_task_during_the_hold_gets_a_plan() -> None:
     cluster, since = held_outage(0)
     cluster.append(v.TaskUpdated(task="big", max_workers=3, reason="less"), "api", cluster.state.term)

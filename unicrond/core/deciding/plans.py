@@ -99,16 +99,18 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution], pins: Pins
                 **(layout_choice._asdict() if layout_choice else {}),
             )
         )
+    in_health = {task.name: workers for task, workers in healthy}
+    is_short = any(assignment.workers < in_health.get(assignment.task, 0) for assignment in assignments)
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
     keeps = kept_text(survey, pins)
     return v.PlanAdopted(
         epoch=state.plan.epoch + 1,
         assignments=tuple(assignments),
         waf=min(sum(assignment.waf for assignment in assignments), FLOPS_MAX),
-        basis=survey.basis,
+        basis=survey.short_basis if is_short else survey.basis,
         trigger=_trigger(survey),
         reason=(keeps + solution.reason + short)[:1024],
-        healthy={task.name: workers for task, workers in healthy},
+        healthy=in_health,
         waf_if_healthy=min(healthy.waf, FLOPS_MAX),
         transition_flop=_transition_flop(solution),
         healthy_gpus={t.name: gpu for (t, k), gpu in zip(healthy, healthy.gpus, strict=True) if k and gpu},

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from unicrond.core.faults.hangs import is_stale, judge
 from unicrond.core.folding import holds, incidents
 from unicrond.core.folding.incidents import Fact
-from unicrond.core.state.changes import find_worker, with_task
+from unicrond.core.state.changes import find_worker, has_trained, with_task
 from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, Worker
 from unicrond.core.state.task_parts import Straggler
@@ -94,7 +94,7 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
     if pair is None or pair[0].status is not TaskStatus.ACTIVE or not pair[0].is_member(event.straggler):
         return state
     task, worker = pair
-    if event.worker not in task.workers:
+    if not has_trained(task, event.worker):
         return state
     before = task.group.stragglers.get(event.straggler)
     straggler = Straggler(
@@ -112,7 +112,7 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
 def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Envelope) -> ClusterState:
     """Record that the member is as fast as the others again."""
     task = state.tasks.get(event.task)
-    if task is None or event.straggler not in task.group.stragglers or event.worker not in task.workers:
+    if task is None or event.straggler not in task.group.stragglers or not has_trained(task, event.worker):
         return state
     rest = {name: straggler for name, straggler in task.group.stragglers.items() if name != event.straggler}
     return with_task(state, _with_stragglers(task, rest))

@@ -17,6 +17,8 @@ Rules
 
 * A worker that the state does not know has no place. What it says changes nothing (`folding/`), and is refused where
   only a liar says it: honest agents fall silent about a worker before the state forgets it.
+* A worker that is lost may have met its group while its node was not heard: its word is not refused, and counts where
+  the state knows that it was in one (`has_trained`).
 * A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
 * One member's accusation convicts nobody (`folding/suspicions.py`): most of those that are asked, at least two.
 * AUTHORITY has a rule for every type of observation but requests; a test holds it to that. What a rule refuses is
@@ -28,7 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from unicrond.core.state.state import Task, TaskStatus
+from unicrond.core.state.changes import has_trained
+from unicrond.core.state.state import Task, TaskStatus, WorkerStatus
 from unicrond.events import vocabulary as v
 
 #: Returns why the observation about the task exceeds what its node may say; "" where it does not.
@@ -66,10 +69,10 @@ def _member(task: Task, event: v.CheckpointSaved) -> str:
     return "" if event.worker not in task.workers else _unless_past_member(task, event.worker)
 
 
-def _unless_past_member(task: Task, worker: str) -> str:
-    if task.is_member(worker) or task.generation_of(task.workers[worker]):
+def _unless_past_member(task: Task, name: str) -> str:
+    if task.workers[name].status is WorkerStatus.LOST or has_trained(task, name):
         return ""
-    return f"$.event.worker: {worker} has been in no group of {task.name}"
+    return f"$.event.worker: {name} has been in no group of {task.name}"
 
 
 def _newest_member(task: Task, event: v.WorkerJoinedGroup | v.CorruptionSuspected) -> str:

@@ -164,7 +164,10 @@ class Survey:
         self._facts = plan_slots, self._planned, self.gpus, self.barred_pairs
         is_unchanged = before is not None and before._facts == self._facts
         self.basis: str = before.basis if before and is_unchanged else _digest(*self._facts)
-        self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
+        #: Of a plan that would give more if nobody were away: after the outage another one is due.
+        self.short_basis = f"{self.basis} in an outage" if self.absence.absentees else self.basis
+        is_new = not (state.plan.epoch or state.nodes or state.tasks)
+        self.fresh = state.plan.basis in (self.basis, self.short_basis) or is_new
         alike = before is not None and before.nodes.services == self.nodes.services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
         self._curves: dict[tuple[str, str], _Curves] = before._curves if before else {}

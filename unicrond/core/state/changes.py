@@ -47,3 +47,9 @@ def find_worker(state: ClusterState, task: str, worker: str) -> tuple[Task, Work
     known_task = state.tasks.get(task)
     known_worker = known_task.workers.get(worker) if known_task else None
     return (known_task, known_worker) if known_task and known_worker else None
+
+
+def has_trained(task: Task, name: str) -> bool:
+    """Return whether the worker is in a group of the task, or has been, as far as the log says."""
+    worker = task.workers.get(name)
+    return worker is not None and (task.is_member(name) or bool(task.generation_of(worker)))
