@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.json_patches import patch
 from unicrond.agents.shell import cli, pod_login, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
@@ -95,27 +96,17 @@ def test_kubectl_builds_every_overlay(overlay: str) -> None:
             kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_agents_patch_for_other_nats_servers_matches_its_places() -> None:
-    """kubectl is not everywhere: every test of the patch holds, and nothing of the head's login is left."""
-    kustomization = yaml.safe_load((ROOT / "overlays" / "external-nats" / "kustomization.yaml").read_text())
+def agents_of(overlay: str) -> dict[str, Any]:
     (agents,) = yaml.safe_load_all((ROOT / "agents-daemonset" / "daemonset.yaml").read_text())
-    for patch in kustomization["patches"]:
-        for step in yaml.safe_load(patch["patch"]):
-            *parts, last = step["path"].strip("/").split("/")
-            at: Any = agents
-            for part in parts:
-                at = at[int(part)] if part.isdecimal() else at[part]
-            key = int(last) if last.isdecimal() else last
-            match step["op"]:
-                case "test":
-                    assert at[key] == step["value"]
-                case "replace":
-                    at[key] = step["value"]
-                case "remove":
-                    del at[key]
+    patch(agents, ROOT / "overlays" / overlay)
     for version in VERSIONS:
         kubernetes_validate.validate(agents, version, strict=True)
-    assert "login" not in str(agents) and "'ca'" not in str(agents) and "'token'" not in str(agents)
+    return dict(agents)
+
+
+def test_agents_patch_for_other_nats_servers_leaves_nothing_of_the_heads_login() -> None:
+    text = str(agents_of("external-nats"))
+    assert "unicron-ca" not in text and "login" not in text and "'token'" not in text and "nats://nats:4222" in text
 
 
 @pytest.fixture
@@ -126,19 +117,7 @@ def key(tmp_path: Path) -> Path:
 
 
 def test_node_object_patch_gives_valid_daemonset(monkeypatch: pytest.MonkeyPatch, key: Path) -> None:
-    kustomization = yaml.safe_load((ROOT / "overlays" / "node-object" / "kustomization.yaml").read_text())
-    (agents,) = yaml.safe_load_all((ROOT / "agents-daemonset" / "daemonset.yaml").read_text())
-    (patch,) = kustomization["patches"]
-    assert patch["target"] == {"kind": agents["kind"], "name": agents["metadata"]["name"]}
-    for step in yaml.safe_load(patch["patch"]):
-        *parts, last = step["path"].strip("/").split("/")
-        at: Any = agents
-        for part in parts:
-            at = at[int(part)] if part.isdecimal() else at[part]
-        assert (step["op"], last) == ("add", "-")
-        at.append(step["value"])
-    for version in VERSIONS:
-        kubernetes_validate.validate(agents, version, strict=True)
+    agents = agents_of("node-object")
     (container,) = agents["spec"]["template"]["spec"]["containers"]
     assert str(ACCOUNT_DIR) in [mount["mountPath"] for mount in container["volumeMounts"]]
     for one in container["env"]:

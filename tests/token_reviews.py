@@ -5,6 +5,8 @@ A real one was asked too, with tokens of bound pods: it answers alike (docs/oper
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,18 +57,41 @@ class TokenReviews:
         return web.json_response(asked | {"status": status}, status=201)
 
     @asynccontextmanager
-    async def serve(self) -> AsyncIterator[TokenReviews]:
+    async def serve(self, host: str = "127.0.0.1") -> AsyncIterator[TokenReviews]:
         """Answer at `url`."""
         application = web.Application()
         application.add_routes([web.post("/apis/authentication.k8s.io/v1/tokenreviews", self._review)])
         runner = web.AppRunner(application, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, host, 0).start()
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
         try:
             yield self
         finally:
             await runner.cleanup()
+
+
+class TokenReviewThread:
+    """Token reviews by a thread of their own, for tests that wait for pods which ask for them."""
+
+    def __init__(self, host: str) -> None:
+        self.reviews = TokenReviews()
+        self._host = host
+        self._is_up, self._is_over = threading.Event(), asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        assert self._is_up.wait(10)
+
+    async def _serve(self) -> None:
+        async with self.reviews.serve(self._host):
+            self._is_up.set()
+            await self._is_over.wait()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._is_over.set)
+        self._thread.join()
+        self._loop.close()
 
 
 def account_of_head(directory: Path) -> Path:
