@@ -108,7 +108,7 @@ def test_sample_has_every_setting_with_default() -> None:
     text = SAMPLE.read_text()
     assert parse(text).value is None  # as it is, it changes nothing
     document = parse(
-        re.sub(r"^#(?! )( *[a-z_]+:)", r"\1", re.sub(r"^#( +)([a-z_]+:)", r"\1\2", text, flags=re.M), flags=re.M)
+        re.sub(r"^#(?! )( *[a-z0-9_]+:)", r"\1", re.sub(r"^#( +)([a-z0-9_]+:)", r"\1\2", text, flags=re.M), flags=re.M)
     )
     assert msgspec.convert(document.value, Config, strict=True) == Config()
 
