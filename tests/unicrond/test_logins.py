@@ -60,6 +60,8 @@ def test_login_of_node_is_enrolled_used_and_revoked() -> None:
     log = Log()
     assert log.say(enrolled(expires_us=7)).logins == {"n1": NodeLogin(key=KEY, expires_us=7)}
     assert log.say(joined("n1"), "n1").logins["n1"].is_used
+    again = log.say(enrolled(expires_us=9)).logins["n1"]
+    assert again.is_used and expired({"n1": again}, 10) == [], "who is logged in with it does not join again"
     assert log.say(enrolled(key=OTHER)).logins == {"n1": NodeLogin(key=OTHER)}, "another key is not used yet"
     assert log.say(v.NodeRevoked(node="n1", reason="gone")).logins == {}
     assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined_messages == 0

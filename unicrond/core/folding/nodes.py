@@ -317,8 +317,10 @@ def _without(state: ClusterState, name: str) -> ClusterState:
 
 
 def node_enrolled(state: ClusterState, event: v.NodeEnrolled, _: Envelope) -> ClusterState:
-    """Store the node's key, in place of any earlier one."""
-    login = NodeLogin(key=event.key, expires_us=event.expires_us)
+    """Store the node's key, in place of any earlier one. A key that is in use stays so when it is enrolled again."""
+    old = state.logins.get(event.node)
+    is_used = old is not None and old.key == event.key and old.is_used
+    login = NodeLogin(key=event.key, expires_us=event.expires_us, is_used=is_used)
     return replace(state, logins={**state.logins, event.node: login})
 
 
