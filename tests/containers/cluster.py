@@ -49,6 +49,7 @@ class Cluster(Live):
         self.machines = Machines(image, directory, config or configuration(), SECRETS)
         self.agents: dict[str, Pod] = {}
         self.head: Pod
+        self._is_outside = False
         self.workers = 0
         self.dev = self  # type: ignore[assignment]  # what Live asks of it: the state
         corpus.build(directory / "checkpoints" / "stdlib")
@@ -68,6 +69,7 @@ class Cluster(Live):
     # --- pods ------------------------------------------------------------------------------------
 
     def new_head(self, part: str = "head", **more: Any) -> Pod:
+        self._is_outside = part != "head"
         pod = Pod(self.machines, part, "unicron-head-0", memory_mib=1024, **more)
         pod.start()
         return pod
@@ -83,13 +85,27 @@ class Cluster(Live):
         """The Service has this pod behind it from now on."""
         self.head = pod
         self.machines.point("unicron-head", pod.address)
-        self.client = Client(f"http://{pod.address}:7470", TOKEN, 5.0)
+
+    @property
+    def client(self) -> Client:
+        """Asks the head to which the Service leads, by what that has made for the people on its machine."""
+        url = f"{self.head.address}:7470"
+        if self._is_outside:
+            return Client(f"http://{url}", TOKEN, 5.0)
+        state = self.head.place("log") / "state"
+        token, ca = (state / "operator.token").read_text().strip(), state / "tls" / "ca.pem"
+        return Client(f"https://{url}", token, 5.0, ca=ca, server_name="unicron-head")
 
     def start_agent(self, machine: str, **more: Any) -> Pod:
         """A pod of the DaemonSet, on that machine."""
         env = {"UNICRON_HANG_FLOOR_S": "10"} | more.pop("env", {})
         sizes = {"shm": 128} | more.pop("sizes_mib", {})
         name = f"unicron-agent-{node_of(machine)}-{len(self.machines.pods)}"
+        if self._is_outside:
+            more["overlay"] = "external-nats"
+        elif not (ca := self.directory / "ca" / "ca.pem").exists():  # as the README has people do
+            shutil.copy(self.head.place("log") / "state" / "tls" / "ca.pem", ca)
+            ca.chmod(0o444)
         pod = Pod(self.machines, "agents-daemonset", name, node=machine, sizes_mib=sizes, env=env, **more)
         pod.start()
         self.agents[machine] = pod
@@ -195,7 +211,7 @@ class Watch:
             "failures": state.ledger.failures - self.before.ledger.failures,
             "flaps": sum(len(node.health.returns_us) for node in state.nodes.values())
             - sum(len(node.health.returns_us) for node in self.before.nodes.values()),
-            "redone": repeated + assigned,
+            "repeated": repeated + assigned,
         }
 
 

@@ -2,8 +2,8 @@
 Kubernetes can do it.
 
 As there: arguments, variables, user, group, capabilities, the read-only root, volumes with their sizes and modes,
-secrets, the limits' cgroup, one network namespace and address per pod, which outlive a container that is started again
-in place.
+secrets, init containers, the limits' cgroup, one network namespace and address per pod, which outlive a container that
+is started again in place. Whose pod a token is of, a stand-in says (tests/token_reviews.py).
 Not as there: containerd's seccomp profile; a Service's fixed address (a name in /etc/hosts stands for it, which follows
 the pod); sizes, which are cut to this machine's.
 """
@@ -15,6 +15,7 @@ import itertools
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import time
 import urllib.error
@@ -28,6 +29,9 @@ import yaml
 
 from tests.containers.image import ROOT, Image
 from tests.containers.oci import Box, Container
+from tests.json_patches import patch
+from tests.token_reviews import AGENT, TokenReviewThread, account_of_head, extra, review
+from unicrond.events.host.kubernetes_account import ACCOUNT_DIR
 
 MANIFESTS = ROOT / "deploy" / "kubernetes"
 GATEWAY = "10.78.0.1"
@@ -51,11 +55,13 @@ def make_network() -> None:
     ip("link", "set", _BRIDGE, "up")
 
 
-def template(part: str) -> dict[str, Any]:
-    """The pod template of a part of deploy/kubernetes."""
+def template(part: str, overlay: str = "") -> dict[str, Any]:
+    """The pod template of a part of deploy/kubernetes, with what an overlay changes in it."""
     for path in (MANIFESTS / part).glob("*.yaml"):
         for each in yaml.safe_load_all(path.read_text()):
             if each.get("kind") in ("StatefulSet", "DaemonSet"):
+                if overlay:
+                    patch(each, MANIFESTS / "overlays" / overlay)
                 found: dict[str, Any] = each["spec"]["template"]["spec"]
                 return found
     raise AssertionError(f"no pods in {part}")
@@ -77,8 +83,10 @@ class Machines:
     _names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("config", "secret", "checkpoints", "log"):
+        for name in ("config", "secret", "checkpoints", "log", "ca"):
             (self.directory / name).mkdir()
+        self.tokens = TokenReviewThread(GATEWAY)
+        account = account_of_head(self.directory / "account")
         (self.directory / "config" / "unicron.yaml").write_text(self.config)
         for name, text in self.secrets.items():
             (self.directory / "secret" / name).write_text(text)
@@ -87,7 +95,7 @@ class Machines:
             place = self.directory / name
             os.chown(place, 0, gid)
             place.chmod(mode)
-        for path in (self.directory / "secret").iterdir():
+        for path in (*(self.directory / "secret").iterdir(), *account.iterdir()):
             os.chown(path, 0, gid)
             path.chmod(0o440)
         self.directory.chmod(0o755)
@@ -102,6 +110,7 @@ class Machines:
     def remove(self) -> None:
         for pod in list(self.pods):
             pod.remove()
+        self.tokens.close()
 
 
 class Pod:
@@ -113,6 +122,7 @@ class Pod:
         part: str,
         name: str,
         *,
+        overlay: str = "",
         node: str = "",
         memory_mib: int = 1024,
         cpus: float = 1.0,
@@ -122,13 +132,14 @@ class Pod:
         volumes: Mapping[str, Path] | None = None,
         hooks: tuple[tuple[str, ...], ...] = (),
     ) -> None:
-        """`part`: of deploy/kubernetes. `node`: the machine's name. `sizes_mib`: of volumes in memory, instead of the
-        manifest's. `env`, `args`: beside and instead of the manifest's. `volumes`: other directories for them."""
+        """`part`: of deploy/kubernetes, with the `overlay` of it. `node`: the machine's name. `sizes_mib`: of volumes
+        in memory, instead of the manifest's. `env`, `args`: beside and instead of the manifest's (then there are no
+        init containers). `volumes`: other directories for them."""
         self.name = name
         self.machines = machines
         number = next(_NUMBERS)
         self.address = f"10.78.{number // 250}.{number % 250 + 2}"
-        spec = template(part)
+        spec = template(part, overlay)
         (self._container,) = spec["containers"]
         self.grace_s: float = spec["terminationGracePeriodSeconds"]
         self._netns = f"pod{number}"
@@ -139,33 +150,49 @@ class Pod:
         user = spec["securityContext"]
         assert user["runAsNonRoot"] and self._container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         self.resources = {"memory_bytes": memory_mib * MIB, "cpus": cpus}
-        places = self._volumes(spec, user["fsGroup"], dict(sizes_mib or {}), dict(volumes or {}))
-        self._box = Box(
-            root=machines.image.root,
-            args=[*machines.image.entrypoint, *(args or self._container["args"])],
-            env=machines.image.env | self._environment(node or name) | dict(env or {}),
-            uid=user["runAsUser"],
-            gid=user["runAsGroup"],
-            hostname=name,
-            writable_root=not self._container["securityContext"]["readOnlyRootFilesystem"],
-            mounts=machines.image.mounts | places | {"/etc/hosts": (machines.directory / "hosts", "ro")},
-            netns=self._netns,
-            hooks=hooks,
-            **self.resources,
-        )
+        self._places = self._volumes(spec, user["fsGroup"], dict(sizes_mib or {}), dict(volumes or {}))
+        self._make_token(node or name, user["fsGroup"])
+        self._account = machines.directory / "account" if spec["automountServiceAccountToken"] else None
+        more = dict(env or {})
+        if part == "head":
+            more["UNICROND_POD_LOGINS_URL"] = machines.tokens.reviews.url
+        whole = {"uid": user["runAsUser"], "gid": user["runAsGroup"], "hostname": name, "netns": self._netns}
+
+        def box(container: dict[str, Any], words: list[str]) -> Box:
+            return Box(
+                root=machines.image.root,
+                args=[*machines.image.entrypoint, *words],
+                env=machines.image.env | self._environment(container, node or name) | more,
+                writable_root=not container["securityContext"]["readOnlyRootFilesystem"],
+                mounts=machines.image.mounts | self._mounts(container),
+                hooks=hooks,
+                **whole,
+                **self.resources,
+            )
+
+        self._inits = [] if args else [box(each, each["args"]) for each in spec.get("initContainers", ())]
+        self._box = box(self._container, args or self._container["args"])
         self._connect()
         self.box: Container
         machines.pods.append(self)
 
     def start(self) -> None:
-        """A container in this pod: the first, or the next where it has ended."""
-        self.box = Container(self.directory, f"{self.machines.directory.name}-{self._netns}", self._box)
-        self.box.start()
+        """The init containers, one after another, and the container; the first that fails is the last to start."""
+        for init in self._inits:
+            self._run(init)
+            if self.box.wait(60):
+                return
+            self.box.remove()
+        self._run(self._box)
 
     def restart(self) -> None:
         """As the kubelet does once the container has ended: same address, same volumes, another container."""
         self.box.remove()
-        self.start()
+        self._run(self._box)
+
+    def _run(self, box: Box) -> None:
+        self.box = Container(self.directory, f"{self.machines.directory.name}-{self._netns}", box)
+        self.box.start()
 
     def delete(self, *, grace_s: float | None = None) -> tuple[int, float]:
         """`kubectl delete pod`: the stop signal, then SIGKILL where the grace has passed. (exit code, seconds). The
@@ -191,6 +218,10 @@ class Pod:
                 subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", self._netns], check=False, capture_output=True)
 
+    def place(self, volume: str) -> Path:
+        """Where the volume is."""
+        return self._places[volume]
+
     def cut(self) -> None:
         """Its link is down."""
         ip("link", "set", f"{self._netns}-out", "down")
@@ -207,19 +238,20 @@ class Pod:
         (port,) = [
             each["containerPort"] for each in self._container["ports"] if each["name"] == asked["httpGet"]["port"]
         ]
-        url = f"http://{self.address}:{port}{asked['httpGet']['path']}"
+        url = f"{asked['httpGet'].get('scheme', 'HTTP').lower()}://{self.address}:{port}{asked['httpGet']['path']}"
+        trust = ssl._create_unverified_context()  # as a kubelet
         try:
-            with urllib.request.urlopen(url, timeout=asked.get("timeoutSeconds", 1)) as answer:
+            with urllib.request.urlopen(url, timeout=asked.get("timeoutSeconds", 1), context=trust) as answer:
                 return True, answer.read().decode()
         except urllib.error.HTTPError as error:
             return False, error.read().decode()
         except OSError as error:
             return False, str(error)
 
-    def _environment(self, node: str) -> dict[str, str]:
+    def _environment(self, container: dict[str, Any], node: str) -> dict[str, str]:
         known = {"spec.nodeName": node, "metadata.name": self.name, "status.podIP": self.address}
         found: dict[str, str] = {}
-        for each in self._container["env"]:
+        for each in container.get("env", ()):
             text = known[each["valueFrom"]["fieldRef"]["fieldPath"]] if "valueFrom" in each else each["value"]
             for name, value in found.items():
                 text = text.replace(f"$({name})", value)
@@ -228,16 +260,15 @@ class Pod:
 
     def _volumes(
         self, spec: dict[str, Any], group: int, sizes_mib: dict[str, int], others: dict[str, Path]
-    ) -> dict[str, tuple[Path, str]]:
-        volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        found = {}
-        for mount in self._container["volumeMounts"]:
-            name = mount["name"]
-            volume = volumes.get(name, {})
+    ) -> dict[str, Path]:
+        """Where each volume is, by its name."""
+        places = {}
+        for volume in spec["volumes"]:
+            name = volume["name"]
+            place = places[name] = self.directory / name
             if name in others:
-                place = others[name]
+                places[name] = others[name]
             elif "emptyDir" in volume:
-                place = self.directory / name
                 place.mkdir()
                 mode = 0o2777
                 if volume["emptyDir"].get("medium") == "Memory":
@@ -248,10 +279,31 @@ class Pod:
                     self._mounted.append(place)
                 os.chown(place, 0, group)
                 place.chmod(mode)
-            else:  # secrets, the ConfigMap, claims: of all pods
-                place = self.machines.directory / name
-            found[mount["mountPath"]] = (place, "ro" if mount.get("readOnly") else "rw")
-        return found
+            elif "projected" in volume:
+                place.mkdir()
+            else:  # secrets, ConfigMaps, claims: of all pods
+                places[name] = self.machines.directory / name
+        return {"log": self.machines.directory / "log"} | others | places
+
+    def _make_token(self, machine: str, group: int) -> None:
+        """What Kubernetes would say of this pod, for its token."""
+        if "token" in self._places:
+            path = self._places["token"] / "token"
+            path.write_text(f"of-{self.name}\n")
+            os.chown(path, 0, group)
+            path.chmod(0o440)
+            user = {"username": AGENT, "extra": extra(self.name, machine)}
+            self.machines.tokens.reviews.answers[f"of-{self.name}"] = review(user=user)
+
+    def _mounts(self, container: dict[str, Any]) -> dict[str, tuple[Path, str]]:
+        mounts = {
+            mount["mountPath"]: (self._places[mount["name"]], "ro" if mount.get("readOnly") else "rw")
+            for mount in container["volumeMounts"]
+        }
+        mounts["/etc/hosts"] = (self.machines.directory / "hosts", "ro")
+        if self._account is not None:
+            mounts[str(ACCOUNT_DIR)] = (self._account, "ro")
+        return mounts
 
     def _connect(self) -> None:
         name = self._netns

@@ -107,7 +107,7 @@ TABLE = (
     ),
     (
         "cannot work",
-        "an agent with a wrong password; one whose torch cannot be loaded",
+        "an agent with a key that nobody enrolled; one whose torch cannot be loaded",
         'runs, and the pod is "Ready"',
         "alive, and not ready: *{said[0]}*; *{said[1]}*",
     ),

@@ -191,13 +191,13 @@ async def test_head_with_empty_volume_waits_for_its_log(cluster: Cluster, direct
     watch.act()
     await cluster.start_head(volumes={"log": empty})
     agent = cluster.agents[NODES[0]]
-    told_s = await until(lambda: "waits for a person" in agent.probe("readinessProbe")[1], 60, "an agent that says so")
+    told_s = await until(lambda: "is not of the CA" in agent.probe("readinessProbe")[1], 60, "an agent that says so")
     await asyncio.sleep(10)
     is_ready, why = await asyncio.to_thread(agent.probe, "readinessProbe")
     is_alive, _ = await asyncio.to_thread(agent.probe, "livenessProbe")
     nodes = sorted((await cluster.state())[0].nodes)
     record("empty volume", told=told_s, said=why)
-    assert is_alive and not is_ready and not nodes, "an agent of another log joins none by itself"
+    assert is_alive and not is_ready and not nodes, "an agent of another cluster joins none by itself"
 
     await asyncio.to_thread(cluster.head.delete)
     watch.act()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.cluster import NODES, Cluster, until
+from tests.containers.cluster import NODES, Cluster, node_of, until
 from tests.containers.pods import Pod
+from unicrond.events.trust.keys import make_key, write_key
+from unicrond.events.trust.logins import agent_login
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 Record = Callable[..., None]
@@ -27,21 +29,18 @@ async def why_not(pod: Pod, words: str) -> str:
     return why
 
 
-async def test_agents_without_password_or_torch_are_alive_and_unready(
+async def test_agents_without_login_or_torch_are_alive_and_unready(
     cluster: Cluster, directory: Path, record: Record
 ) -> None:
     await cluster.start_head()
-    wrong = directory / "wrong"
-    wrong.mkdir()
-    (wrong / "nats-password").write_text("w" * 48)
-    for path, mode in ((wrong / "nats-password", 0o440), (wrong, 0o750)):
-        os.chown(path, 0, 10001)
-        path.chmod(mode)
+    strange = directory / "checkpoints" / "strange.key"
+    write_key(strange, make_key(agent_login(node_of(NODES[0]))))
+    os.chown(strange, 10001, 10001)
     broken = directory / "checkpoints" / "broken"
     broken.mkdir()
     (broken / "torch.py").write_text("raise ImportError('no torch here')\n")
 
-    refused = cluster.start_agent(NODES[0], volumes={"secret": wrong})
+    refused = cluster.start_agent(NODES[0], env={"UNICRON_AGENT_KEY": "/checkpoints/strange.key"})
     helpless = cluster.start_agent(NODES[1], env={"PYTHONPATH": "/checkpoints/broken"})
     said = [await why_not(refused, "NATS refuses"), await why_not(helpless, "fork server")]
     assert not (await cluster.state())[0].nodes
