@@ -73,6 +73,26 @@ def stop(cluster: MiniCluster, worker: str, *, left: bool) -> None:
     cluster.say(cluster.hosts[node], asked)
 
 
+def test_nobody_is_started_for_a_member_that_ends_before_its_lead_says_so(cluster: MiniCluster) -> None:
+    lead, other = members(cluster)
+    stop(cluster, other, left=False)
+    cluster.run()
+    before = len(cluster.log)
+
+    def starts() -> list[object]:
+        return [
+            entry.envelope.event for entry in cluster.log[before:] if isinstance(entry.envelope.event, v.StartWorker)
+        ]
+
+    task = cluster.state.tasks["big"]
+    cluster.kill_worker(cluster.hosts[task.workers[other].node], other)
+    cluster.run()
+    assert not starts()
+    cluster.kill_worker(cluster.hosts[task.workers[lead].node], lead)
+    cluster.run()
+    assert starts(), "nobody is left to end it"
+
+
 def test_task_completes_when_all_workers_leave(cluster: MiniCluster) -> None:
     one, other = members(cluster)
     stop(cluster, one, left=True)

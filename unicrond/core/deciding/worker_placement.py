@@ -17,7 +17,8 @@ def staff(batch: DecisionBatch, task: Task, policy: Policy) -> None:
     staffing = batch.survey.staffing(task)
     worker_number, replica_number = task.numbers.next_worker, task.numbers.next_replica
     by_node: dict[str, list[v.Start]] = {}
-    for nodes in staffing.missing if not (waits_for_restart(task) or brakes.waits_in_vain(state, task)) else ():
+    waits = _ends_soon(task) or waits_for_restart(task) or brakes.waits_in_vain(state, task)
+    for nodes in staffing.missing if not waits else ():
         if not batch.has_room(nodes):
             continue  # another worker still has the slot; its end leads to the next decision
         if any(waits_for_step(task, node, policy) or brakes.waits(state, node) for node in nodes):
@@ -42,6 +43,13 @@ def staff(batch: DecisionBatch, task: Task, policy: Policy) -> None:
             has_left = task.confirmed and task.membership is not None and task.membership.members
             if worker.worker not in members_to_leave and (not in_group or has_left):
                 batch.stop(task, worker, f"plan {state.plan.epoch} no longer needs it")
+
+
+def _ends_soon(task: Task) -> bool:
+    """Return whether the members that are left end the task by themselves: its program has asked for the end, and a
+    member that has ended by that may be told of before the task is."""
+    members = sum(worker.alive and task.is_member(worker.worker) for worker in task.workers.values())
+    return bool(task.ending.stop) and members >= task.spec.min_workers
 
 
 def _start(batch: DecisionBatch, task: Task, node: str, start: v.Start) -> None:
