@@ -8,6 +8,8 @@ import fcntl
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,16 @@ from unicrond.events.nats import store_directory_lock as store_lease
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.store_directory_lock import LeaseKeeper, StoreLease, Times, now_s
 
-#: A busy disk may need a second for what the keeper syncs.
 QUICK = Times(renew_s=0.1, stop_after_s=4.0, take_after_s=5.0)
 #: Where the keeper is to give up soon, and the other head much later.
 DEAF = Times(renew_s=0.1, stop_after_s=1.0, take_after_s=8.0)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A store in memory: a busy disk may stand still for longer than a keeper here may wait for what it syncs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="store-lease-") as directory:
+        yield Path(directory)
 
 
 class Machine:
