@@ -124,7 +124,7 @@ def _follow(image: Image, word: str, rest: str, directory: Path, name: str, *, r
     """One instruction. `runs`: what changes the file system too."""
     if word == "ARG":
         key, _, value = rest.partition("=")
-        image.env[key] = value
+        image.env[key] = value.strip('"')
     elif word == "ENV":
         for each in shlex.split(rest):
             key, _, value = each.partition("=")
@@ -137,7 +137,7 @@ def _follow(image: Image, word: str, rest: str, directory: Path, name: str, *, r
         for file in context():
             target = image.root / image.cwd.lstrip("/") / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / file, target)
+            shutil.copy2(ROOT / file, target, follow_symlinks=False)
     elif word == "RUN" and runs:
         box = Box(
             root=image.root,
@@ -176,5 +176,6 @@ def _key() -> str:
     """What the image is made from."""
     found = hashlib.sha256(f"{SITE} {sys.version}".encode())
     for name in (*context(), CONTAINERFILE.relative_to(ROOT)):
-        found.update(f"{name}\n".encode() + (ROOT / name).read_bytes())
+        path = ROOT / name
+        found.update(f"{name}\n".encode() + (bytes(path.readlink()) if path.is_symlink() else path.read_bytes()))
     return found.hexdigest()
