@@ -38,16 +38,19 @@ def review(**changes: Any) -> dict[str, Any]:
 
 
 class TokenReviews:
-    """`answers`: what it says of each token. `refuses`: a status for every answer, 0: none."""
+    """`answers`: what it says of each token. `refuses`: a status for every answer, 0: none. `arrivals`: the paths of
+    requests."""
 
     def __init__(self) -> None:
         self.url = ""
         self.refuses = 0
         self.reviews = 0
+        self.arrivals: asyncio.Queue[str] = asyncio.Queue()
         self.answers: dict[str, dict[str, Any]] = {POD_TOKEN: review()}
 
     async def _review(self, request: web.Request) -> web.Response:
         self.reviews += 1
+        self.arrivals.put_nowait(request.path)
         if self.refuses or request.headers.get("Authorization") != f"Bearer {HEAD_TOKEN}":
             code = self.refuses or 401
             return web.json_response({"kind": "Status", "code": code, "message": "not you"}, status=code)

@@ -15,15 +15,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from unicrond.events.host.kubernetes_account import (
-    KubernetesError,
-    ServiceAccount,
-    Status,
-    decoded,
-    no_answer,
-    one_line,
-    raise_for_status,
-)
+from unicrond.events.host import kubernetes_account as kubernetes
+from unicrond.events.host.kubernetes_account import KubernetesError, decoded
 
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -79,7 +72,7 @@ class NodeApi:
     def __init__(self, url: str, name: str, account: Path) -> None:
         self._path = f"{url}/api/v1/nodes"
         self._name = name
-        self._account = ServiceAccount(account)
+        self._account = kubernetes.ServiceAccount(account)
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self) -> dict[str, Any]:
@@ -106,16 +99,16 @@ class NodeApi:
             async with (await self._opened()).get(
                 self._path, params=query, timeout=timeout, **self._identity()
             ) as answer:
-                await raise_for_status(answer)
+                await kubernetes.raise_for_status(answer)
                 async for line in answer.content:
                     change = decoded(line, _Change) if line.strip() else _Change()
                     if change.type == "ERROR":  # 410: the version is too old
-                        failure = decoded(change.object, Status)
-                        raise KubernetesError(one_line(failure.message), failure.code)
+                        failure = decoded(change.object, kubernetes.Status)
+                        raise KubernetesError(kubernetes.one_line(failure.message), failure.code)
                     if change.type in ("ADDED", "MODIFIED"):
                         yield _node(change.object)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise no_answer(error) from None
+            raise kubernetes.no_answer(error) from None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -130,10 +123,10 @@ class NodeApi:
             async with (await self._opened()).request(
                 method, f"{self._path}{path}", timeout=timeout, **identity, **more
             ) as answer:
-                await raise_for_status(answer)
+                await kubernetes.raise_for_status(answer)
                 body = await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise no_answer(error) from None
+            raise kubernetes.no_answer(error) from None
         return _node(body)
 
     async def _opened(self) -> aiohttp.ClientSession:

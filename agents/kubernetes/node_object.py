@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 from unicrond.events.vocabulary import MachineHold
 
-#: The directory of a pod's account.
 TAINT = "unicron.dev/isolated"
 CONDITION = "UnicronIsolated"
 #: NoSchedule taints that announce the removal of the machine.

@@ -2,11 +2,11 @@
 
 Rules
 -----
-* The key is made here; its public part alone goes to the head, beside the token that Kubernetes gave this pod. The head
-  answers with the node that this pod is, and in TLS with what else the key carries (certificate, CA).
+* The key is made here, once; its public part alone goes to the head, beside the token that Kubernetes gave this pod.
+  The head answers with the node that this pod is, and in TLS with what else the key carries (certificate, CA).
 * A key that is there already stays: a container that starts again asks for nothing.
-* While the head is away, or its API server, the trade is tried again, with one line for each new reason. A refusal ends
-  it with exit code 1: Kubernetes starts the init container again, and shows the line.
+* While the head or its API server is away, the request is repeated, less and less often, with one line for each new
+  reason. A refusal ends the program with exit code 1: Kubernetes starts the init container again, and shows the line.
 * Whoever the token is shown to could use it until it ends (ten minutes): over https:// alone the CA says who that is.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import ssl
 import sys
 import time
@@ -25,14 +26,14 @@ from urllib.parse import urlsplit
 
 from unicrond.events.cli.command_line import SettableParser, add, fail, option, run
 from unicrond.events.cli.completion import COMPLETE_VARIABLE
-from unicrond.events.trust.keys import BadKey, make_key, read_key, rewrite_key
+from unicrond.events.host.kubernetes_account import POD_LOGINS
+from unicrond.events.trust.keys import BadKey, Key, make_key, read_key, rewrite_key
 from unicrond.events.trust.logins import BadLogin, agent_login
 from unicrond.events.trust.tls import BadCa, client_context, trouble
 
-POD_LOGINS = "/v1/pod-logins"
-RETRY_S = 1.0
+RETRY_S, RETRY_MAX_S = 0.5, 8.0
 ANSWER_S = 15.0
-#: Answers of a head that may give the key a little later: too many wrong tokens from this address, not ready.
+#: HTTP statuses of a head that gives the key later: too many requests, not ready.
 _LATER = (429, 503)
 _ANSWER_BYTES_MAX = 65_536
 
@@ -42,21 +43,21 @@ class PodLoginRefused(Exception):
 
 
 class _HeadAway(Exception):
-    """There is no answer, or one that may be another a little later; one line."""
+    """The head does not answer, or gives the key later; one line."""
 
 
 def is_asked(argv: Sequence[str]) -> bool:
-    """Return whether a command line trades a token."""
+    """Return whether a command line exchanges a token."""
     words = [word.partition("=")[0] for word in argv]
     return COMPLETE_VARIABLE not in os.environ and "--pod-login" in words and not {"-h", "--help"} & {*words}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exchange the token from the command line; return the exit code: 0 done, 1 refused, 2 bad usage."""
-    return run("unicron-agent", lambda: _trade(argv))
+    return run("unicron-agent", lambda: _exchange(argv))
 
 
-def _trade(argv: Sequence[str] | None) -> int:
+def _exchange(argv: Sequence[str] | None) -> int:
     parser = SettableParser(prog="unicron-agent", add_help=False)
     add(
         parser,
@@ -76,15 +77,16 @@ def _trade(argv: Sequence[str] | None) -> int:
         except BadKey as error:
             return fail("unicron-agent", f"--key: {error}; remove it")
         return 0
-    last_reason = ""
+    key, last_reason, retry_s = make_key(agent_login("pod")), "", RETRY_S  # which node it is, the head says
     while True:
         try:
-            node = fetch_key(arguments.pod_login, arguments.pod_token, path, arguments.tls_ca)
+            node = enroll(key, arguments.pod_login, arguments.pod_token, path, arguments.tls_ca)
         except _HeadAway as error:
             if str(error) != last_reason:
                 print(f"no key yet: {error}", file=sys.stderr, flush=True)
             last_reason = str(error)
-            time.sleep(RETRY_S)
+            time.sleep(retry_s * random.uniform(0.5, 1.0))  # all pods of a cluster may wait for one head
+            retry_s = min(2 * retry_s, RETRY_MAX_S)
         except (PodLoginRefused, BadCa) as error:
             return fail("unicron-agent", f"--pod-login: {error}")
         else:
@@ -92,14 +94,13 @@ def _trade(argv: Sequence[str] | None) -> int:
             return 0
 
 
-def fetch_key(url: str, token_file: Path, path: Path, ca: Path | None) -> str:
-    """Have the head enroll this pod, write its key to `path`, and return the node that it is. Raise PodLoginRefused,
-    _HeadAway, BadCa."""
+def enroll(key: Key, url: str, token_file: Path, path: Path, ca: Path | None) -> str:
+    """Have the head enroll this pod with the key, write it to `path`, and return the node that the pod is. Raise
+    PodLoginRefused, _HeadAway, BadCa."""
     try:
         token = token_file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise PodLoginRefused(f"cannot read {token_file}: {getattr(error, 'strerror', None) or error}") from None
-    key = make_key(agent_login("pod"))  # which node it is, the head says
     status, answer = _post(url, token, {"key": key.user.key}, ca)
     if status >= 400:
         text = str(answer.get("error", ""))[:500] or f"HTTP {status}"

@@ -41,10 +41,10 @@ def digest_of(registry: str, name: str, tag: str) -> str:
             raise
         body, claim = _get(url, {"Accept": _ACCEPT, "Authorization": f"Bearer {_token(error)}"})
     if "manifests" not in json.loads(body):
-        raise NoDigest(f"{url} is no index of architectures")
+        raise NoDigest(f"{url} returned no image index")
     digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
     if claim not in ("", digest):
-        raise NoDigest(f"{url} is {digest}, and the registry calls it {claim}")
+        raise NoDigest(f"{url} returned {digest}, and the registry claims {claim}")
     return digest
 
 

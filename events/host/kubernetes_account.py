@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: Where the kubelet puts the files, unless a pod says otherwise.
 ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
+#: Where the head's API takes a pod's token, and enrolls the pod's node.
+POD_LOGINS = "/v1/pod-logins"
+
 T = TypeVar("T")
 
 
@@ -101,5 +104,5 @@ def one_line(text: str) -> str:
 
 
 def no_answer(error: BaseException) -> KubernetesError:
-    """Return the error of a request that failed before there was an answer."""
+    """Return the error of a request that got no answer."""
     return KubernetesError(f"the API server does not answer: {type(error).__name__}: {error}"[:500])

@@ -170,7 +170,7 @@ async def test_public_head_requires_tls_and_keys(tmp_path: Path) -> None:
             await one.close()
 
 
-async def test_pod_trades_its_token_for_a_key_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_pod_exchanges_its_token_for_a_key_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its agent logs in with that, and has a certificate of its own for states; to another node it is of no use."""
     path, key, token = with_nats(config(tmp_path, auth="on"), "host: 0.0.0.0"), tmp_path / "n1.key", tmp_path / "token"
     token.write_text(f"{POD_TOKEN}\n")

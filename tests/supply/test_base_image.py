@@ -102,12 +102,12 @@ def test_base_gets_digest_and_keeps_it(registry: StandIn, copy: Path) -> None:
 
 def test_digest_that_registry_claims_is_not_believed(registry: StandIn, copy: Path) -> None:
     registry.body += b" "
-    _refused(_pin(registry.url, copy), copy, "and the registry calls it")
+    _refused(_pin(registry.url, copy), copy, "and the registry claims")
 
 
 def test_one_architecture_is_no_base(registry: StandIn, copy: Path) -> None:
     registry.body, registry.claim = b'{"config": {}}', ""
-    _refused(_pin(registry.url, copy), copy, "is no index of architectures")
+    _refused(_pin(registry.url, copy), copy, "returned no image index")
 
 
 def test_unreachable_registry_is_told_in_one_line(copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pod of Kubernetes trades its token for its node's key, and for nothing else."""
+"""A pod of Kubernetes exchanges its token for its node's key, and for nothing else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tests.unicrond.serving import Served, serving
 from unicrond.agents.shell import cli
 from unicrond.ctl.client import ApiRefused, Client
 from unicrond.events import vocabulary as v
-from unicrond.events.trust.keys import read_key
+from unicrond.events.trust.keys import make_key, read_key
 from unicrond.intake.config import Config, ConfigError, NatsConfig, check
 from unicrond.intake.pod_logins import NodeOfPod, PodLogins
+from unicrond.service.api import login_api
 from unicrond.service.api.access import FAILURES_MAX
 from unicrond.service.trust.pod_tokens import Pod, PodRefused, PodTokens
 
@@ -88,7 +89,7 @@ async def served(settings: PodLogins, tmp_path: Path) -> AsyncIterator[Served]:
         yield server
 
 
-def trade(served: Served, directory: Path, token: str = POD_TOKEN) -> tuple[int, Path]:
+def exchange_token(served: Served, directory: Path, token: str = POD_TOKEN) -> tuple[int, Path]:
     """Run the init container; return its exit code and where the key is to be."""
     (directory / "token").write_text(f"{token}\n")
     key = directory / "keys" / "agent.key"
@@ -99,14 +100,50 @@ def trade(served: Served, directory: Path, token: str = POD_TOKEN) -> tuple[int,
 async def test_init_container_gets_the_key_of_its_node_once(
     served: Served, reviews: TokenReviews, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, path = await asyncio.to_thread(trade, served, tmp_path)
+    code, path = await asyncio.to_thread(exchange_token, served, tmp_path)
     key = read_key(path)
     assert (code, key.login, path.stat().st_mode & 0o777) == (0, "agent-gpu1-example", 0o600)
     await served.until(v.NodeEnrolled)
     login = served.coordinator.state.logins["gpu1-example"]
     assert login.key == key.user.key and login.expires_us, "a key that is not used ends"
-    assert (await asyncio.to_thread(trade, served, tmp_path))[0] == 0
+    assert (await asyncio.to_thread(exchange_token, served, tmp_path))[0] == 0
     assert reviews.reviews == 1 and "holds the key of agent-gpu1-example already" in capsys.readouterr().out
+
+
+async def test_pod_gets_a_new_key_once_in_a_while_and_its_own_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new key is an entry of the log, and a reload of the NATS server."""
+    client = Client(served.url, POD_TOKEN)
+    first, second = (make_key("agent-pod").user.key for _ in range(2))
+
+    async def request(key: str) -> dict[str, Any]:
+        return await asyncio.to_thread(client._object, "POST", "/v1/pod-logins", body={"key": key})
+
+    enrolment = await request(first)
+    await served.until(v.NodeEnrolled)
+    last_seq = served.coordinator.state.seq
+    assert "seq" in enrolment and await request(first) == {"node": "gpu1-example", "pem": ""}
+    with pytest.raises(ApiRefused, match="gpu1-example got a key a moment ago; try again in 10 s"):
+        await request(second)
+    assert served.coordinator.state.seq == last_seq
+    monkeypatch.setattr(login_api, "POD_LOGIN_EVERY_S", 0.0)
+    await request(second)
+    await served.until(v.NodeEnrolled, after=last_seq)
+    assert served.coordinator.state.logins["gpu1-example"].key == second
+
+
+async def test_init_container_waits_for_an_api_server_that_is_away(
+    served: Served, reviews: TokenReviews, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reviews.refuses = 500
+    exchange = asyncio.create_task(asyncio.to_thread(exchange_token, served, tmp_path))
+    for _ in range(2):
+        await asyncio.wait_for(reviews.arrivals.get(), 10)
+    reviews.refuses = 0
+    code, path = await exchange
+    assert code == 0 and read_key(path).login == "agent-gpu1-example"
+    assert capsys.readouterr().err.count("no key yet: POST /apis/authentication") == 1, "each reason once"
 
 
 async def test_pods_token_opens_nothing_else(served: Served) -> None:
@@ -119,7 +156,7 @@ async def test_pods_token_opens_nothing_else(served: Served) -> None:
 async def test_refusal_ends_the_init_container_with_one_line(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, path = await asyncio.to_thread(trade, served, tmp_path, "guess")
+    code, path = await asyncio.to_thread(exchange_token, served, tmp_path, "guess")
     assert code == 1 and not path.exists()
     assert "--pod-login: token: Kubernetes does not take it" in capsys.readouterr().err
 
@@ -148,7 +185,7 @@ async def test_head_that_gives_pods_nothing_says_so(tmp_path: Path) -> None:
         ["--pod-login", "http://h:1", "--key", "t"],
     ],
 )
-def test_bad_usage_of_a_trade_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_of_pod_login_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = cli.main(words)
     except SystemExit as ending:

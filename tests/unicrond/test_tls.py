@@ -74,6 +74,22 @@ def test_tls_init_creates_and_renews_certificates(tmp_path: Path, capsys: pytest
     assert first_certificate((tls / "ca.pem").read_bytes()) == ca
 
 
+@pytest.mark.parametrize("lost", [(), ("server.pem",), ("server.pem", "ca.pem")])
+def test_tls_init_if_missing_completes_what_was_cut_off(tmp_path: Path, lost: tuple[str, ...]) -> None:
+    """It writes the CA's key, the CA, and the head's certificate, each whole or not at all."""
+    path, tls = configured(tmp_path), tmp_path / "state" / "tls"
+    command = ["tls-init", "--if-missing", "--config", str(path)]
+    assert main(command) == 0
+    before = {file.name: file.read_bytes() for file in tls.iterdir()}
+    for name in lost:
+        (tls / name).unlink()
+    assert main(command) == 0
+    after = {file.name: file.read_bytes() for file in tls.iterdir()}
+    assert after.keys() == before.keys()
+    assert (after == before) is (not lost) and (after["ca.pem"] == before["ca.pem"]) is ("ca.pem" not in lost)
+    assert is_signed_by(first_certificate(after["server.pem"]), authority_of(load(path)).certificate)
+
+
 def test_host_name_accepts_valid_names_only() -> None:
     assert [host_name(name) for name in ("head", "*.example.org", "10.0.0.1", "::1")] == [
         *("head", "*.example.org", "10.0.0.1", "::1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import ipaddress
 import os
 import re
@@ -39,8 +40,10 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.if_missing and files.cert.exists():
         print(f"{files.cert} is there")
         return 0
+    if arguments.if_missing and not files.ca.exists():
+        ca_key_of(state_dir).unlink(missing_ok=True)  # of a start that was cut off: nothing is signed with it
     try:
-        if arguments.renew:
+        if arguments.renew or (arguments.if_missing and files.ca.exists()):
             authority = authority_of(config)
             before = names_of(first_certificate(files.cert.read_bytes())) if files.cert.exists() else ()
         else:
@@ -100,9 +103,12 @@ def _new_authority(files: Files, state_dir: Path, now: datetime) -> Authority:
     """Make a CA and write its files. Raises FileExistsError, OSError."""
     directory = files.ca.parent
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    authority = make_authority(now, CA_DAYS)
-    _write(ca_key_of(state_dir), authority.key_pem, 0o600)
-    _write(files.ca, authority.certificate_pem, 0o600)
+    authority, key = make_authority(now, CA_DAYS), ca_key_of(state_dir)
+    for path in (key, files.ca):
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "is there already", str(path))
+    _replace(key, authority.key_pem, 0o600)
+    _replace(files.ca, authority.certificate_pem, 0o600)
     return authority
 
 

@@ -306,7 +306,7 @@ def _check_api(config: Config, where: str) -> None:
     if not is_loopback(api.host) and not (api.token_file or api.tokens_file or config.own_token):
         raise ConfigError(
             f"{where}: api.host: {api.host} is open to others, and a task can run any code; "
-            "remove auth: off, or use 127.0.0.1"
+            "remove auth: off, set api.tokens_file, or use 127.0.0.1"
         )
     for field in ("token_file", "tokens_file"):
         path = getattr(api, field)

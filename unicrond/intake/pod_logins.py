@@ -1,4 +1,4 @@
-"""Logins for pods of Kubernetes as configured: whose tokens are traded for a node's key."""
+"""Logins for pods of Kubernetes as configured: which tokens are exchanged for a node's key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AccountName: TypeAlias = Annotated[str, Meta(pattern=r"^([a-z0-9.-]{1,253}:)?[a
 
 
 class PodLogins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who gets the key of a node for the token of his pod (service/trust/pod_tokens.py).
+    """Define which pods get the key of their node for their token (service/trust/pod_tokens.py).
 
     `service_account`: of the agents' pods, NAMESPACE:NAME, or NAME in the head's own namespace; "": no pod gets one.
     `audience`: for which the tokens were made. `unused_h`: a key that is not used so long ends. `url`: the API server,

@@ -38,8 +38,8 @@ _HOUR_US = 3_600_000_000
 
 
 class PlanCauses(msgspec.Struct, frozen=True):
-    """What may move a task: nodes that may carry workers, tasks as they were submitted or changed, whose turn it is,
-    and per task what was measured of it, and its troubles."""
+    """Hold what may move a task: nodes that may carry workers, tasks as they were submitted or changed, whose turn it
+    is, and per task what was measured of it, and its troubles."""
 
     nodes: tuple[tuple[object, ...], ...]
     tasks: tuple[tuple[object, ...], ...]
@@ -225,10 +225,12 @@ def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], withi
 
 def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, silenced: Callable[[int], bool]) -> str:
     """Check a decision. `basis`: the state that it was decided in. `silenced`: whether a node whose last beat came then
-    was cut off together with all others, which still are. A node that lies is heard all the same."""
+    was cut off together with all others, which still are. A node that lies, and has joined since, is heard."""
     up = sum(node.status is NodeStatus.UP for node in basis.nodes.values())
-    is_heard = STRANGER in basis.nodes and basis.nodes[STRANGER].status is NodeStatus.UP
-    if up >= 2 and not is_heard and isinstance(event, v.NodeLost) and silenced(event.evidence.beat_at_us):
+    if up >= 2 and isinstance(event, v.NodeLost) and silenced(event.evidence.beat_at_us):
+        stranger = basis.nodes.get(STRANGER)
+        if stranger is not None and stranger.joined_us > event.evidence.beat_at_us:
+            return ""
         return f"{event.node} is lost, and none of {up} nodes is heard: {event.reason}"
     if basis.silence is not None and isinstance(event, _JUDGEMENTS):
         return f"decided while no node is heard: {event.sentence()}"

@@ -46,8 +46,8 @@ def staff(batch: DecisionBatch, task: Task, policy: Policy) -> None:
 
 
 def _ends_soon(task: Task) -> bool:
-    """Return whether the members that are left end the task by themselves: its program has asked for the end, and a
-    member that has ended by that may be told of before the task is."""
+    """Return whether the remaining members end the task by themselves, since its program has asked for the end. The log
+    may hold a member's exit before it holds the end of the task."""
     members = sum(worker.alive and task.is_member(worker.worker) for worker in task.workers.values())
     return bool(task.ending.stop) and members >= task.spec.min_workers
 

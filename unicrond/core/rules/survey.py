@@ -164,7 +164,8 @@ class Survey:
         self._facts = plan_slots, self._planned, self.gpus, self.barred_pairs
         is_unchanged = before is not None and before._facts == self._facts
         self.basis: str = before.basis if before and is_unchanged else _digest(*self._facts)
-        #: Of a plan that would give more if nobody were away: after the outage another one is due.
+        #: The basis of a plan that gives a task less than it would have if no node were away: once the outage is over,
+        #: it differs from `basis`, and so asks for another plan.
         self.short_basis = f"{self.basis} in an outage" if self.absence.absentees else self.basis
         is_new = not (state.plan.epoch or state.nodes or state.tasks)
         self.fresh = state.plan.basis in (self.basis, self.short_basis) or is_new

@@ -10,8 +10,8 @@ Rules
   raised.
 * Who brings no token from the head's own machine is told in which file the head's own one is: whether he may read it
   is the file's mode (0600).
-* A pod of Kubernetes that wants its node's key (POD_LOGINS) shows its own token, which login_api.py has reviewed; one
-  that is refused counts as a wrong token here.
+* A pod of Kubernetes that requests its node's key (POD_LOGINS) shows its own token. login_api.py has that reviewed; a
+  token that is refused counts as a wrong one here.
 * A refusal is logged with the address, at most once in SAY_EVERY_S for each; the token itself never is. An address with
   FAILURES_MAX refusals within WINDOW_S gets 429 for wrong tokens until these are old. Right ones always count: several
   people may share an address.
@@ -27,6 +27,7 @@ from pathlib import Path
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState, Task
+from unicrond.events.host.kubernetes_account import POD_LOGINS
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.config import is_loopback
 from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
@@ -38,8 +39,6 @@ log = logging.getLogger("unicrond")
 OWN_READS = ("/v1/state", "/v1/logs/", "/v1/marks/", "/v1/ranks/", "/v1/story/task/")
 #: The paths that a probe may ask for without a token.
 PROBES = ("/livez", "/readyz", "/healthz")
-#: What pods ask for, each with the token that Kubernetes gave it.
-POD_LOGINS = "/v1/pod-logins"
 SAY_EVERY_S = 10.0
 WINDOW_S = 60.0
 FAILURES_MAX = 20

@@ -4,8 +4,9 @@
     POST /v1/nodes/NAME/revoke             {"reason"}
     POST /v1/pod-logins                    {"key"}, with the pod's token: enroll the node that this pod is
 
-Only the public part of a key comes here. Who asks for another pod's node cannot: the API server says which pod a token
-is of (service/trust/pod_tokens.py), and the pod says which node.
+Only the public part of a key comes here. A pod cannot name another pod's node: the API server says which pod a token is
+of (service/trust/pod_tokens.py), and the pod determines the node. A pod gets a new key once in POD_LOGIN_EVERY_S, since
+each one is an entry of the log and a reload of the NATS server; the key that its node has, it may request again.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from aiohttp import web
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.rules.requests import enrolment_problem
 from unicrond.events import vocabulary as v
+from unicrond.events.host.kubernetes_account import POD_LOGINS
 from unicrond.events.trust.logins import BadLogin, agent_login
 from unicrond.intake.config import Config
-from unicrond.service.api.access import POD_LOGINS, Access
-from unicrond.service.api.http_parts import body_of, error
+from unicrond.service.api.access import Access
+from unicrond.service.api.http_parts import answer, body_of, error
 from unicrond.service.api.request_bodies import Enrolment, PodEnrolment, Reason
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.trust.node_certificates import NoAuthority, pem_for_node
 from unicrond.service.trust.pod_tokens import PodRefused, PodTokens
 
+POD_LOGIN_EVERY_S = 10.0
 _HOUR_US = timedelta(hours=1) // timedelta(microseconds=1)
 _Append = Callable[[v.AnyRequest, dict[str, object], int], Awaitable[web.Response]]
 
@@ -42,6 +45,8 @@ class LoginApi:
         self._append = append
         self._access = access
         self._pods = PodTokens(config.pod_logins)
+        #: Per node, when its pod last got a key, by the monotonic clock; those of the last POD_LOGIN_EVERY_S.
+        self._recent_s: dict[str, float] = {}
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
@@ -72,10 +77,18 @@ class LoginApi:
                 self._access.count_failure(address, f"POST {request.path}: {refusal}", now_s)
             return error(refusal.status, str(refusal))
         key, node = (await body_of(request, PodEnrolment)).key, pod.node(settings.node)
+        login = self._coordinator.state.logins.get(node)
+        is_known = login is not None and login.key == key
+        self._recent_s = {name: at_s for name, at_s in self._recent_s.items() if now_s < at_s + POD_LOGIN_EVERY_S}
+        if node in self._recent_s and not is_known:
+            return error(429, f"node: {node} got a key a moment ago; try again in {POD_LOGIN_EVERY_S:g} s")
         try:
             pem = await asyncio.to_thread(pem_for_node, self._config, node)
         except (NoAuthority, OSError) as problem:
             return error(503, f"tls: cannot sign a certificate for {node}: {problem}")
+        if is_known:
+            return answer({"node": node, "pem": pem})
+        self._recent_s[node] = now_s
         return await self._enroll(node, key, settings.unused_h, {"pem": pem})
 
     async def _enroll(

@@ -20,7 +20,7 @@ class Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PodEnrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Enrols the node that a pod is; whose pod it is says the token that comes with the request."""
+    """Enrols the node of a pod; the token that comes with the request says which pod."""
 
     key: PublicKey
 

@@ -1,0 +1,113 @@
+"""The rules of judgement see what they forbid, and let pass what has a cause of its own."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.core.state.state import ClusterState, Severity
+from unicrond.events import vocabulary as v
+from unicrond.replay.simulation.checks.invariants import symptoms_are_no_incidents
+from unicrond.replay.simulation.checks.judgement import causes_of, deaf_heads_judge_nobody, programs_move_no_others
+from unicrond.replay.simulation.checks.people_record import PeopleRecord
+from unicrond.replay.simulation.faults.boundary_events import STRANGER
+
+GARBAGE = "garbage"
+
+
+@pytest.fixture
+def cluster() -> MiniCluster:
+    """Three nodes; "sound" trains on one of them, a garbage program runs on another."""
+    cluster = MiniCluster(3)
+    for number in range(3):
+        cluster.add_host(f"n{number}")
+    for task in ("sound", GARBAGE):
+        cluster.submit(task, max_workers=1)
+    cluster.run()
+    cluster.train("sound", 2)
+    return cluster
+
+
+def moved(state: ClusterState) -> v.PlanAdopted:
+    """Return a plan that seats "sound" on the third node, and leaves the rest as it is."""
+    seats = {name: share.replicas for name, share in state.plan.assignments.items()}
+    used = {node for replicas in seats.values() for nodes in replicas for node in nodes}
+    (free,) = set(state.nodes) - used
+    seats["sound"] = ((free,),)
+    return plan_of(state, seats)
+
+
+def plan_of(state: ClusterState, seats: dict[str, tuple[tuple[str, ...], ...]]) -> v.PlanAdopted:
+    assignments = tuple(
+        v.TaskAssignment(task=name, workers=len(replicas), replicas=replicas, waf=1) for name, replicas in seats.items()
+    )
+    return v.PlanAdopted(
+        epoch=state.plan.epoch + 1, assignments=assignments, waf=1, basis="", trigger="", reason="", healthy={},
+        waf_if_healthy=1, transition_flop=0.0,
+    )  # fmt: skip
+
+
+def with_task(state: ClusterState, name: str, **changes: object) -> ClusterState:
+    return replace(state, tasks=state.tasks | {name: replace(state.tasks[name], **changes)})
+
+
+def test_plan_that_moves_a_task_for_a_failing_program_is_a_breach(cluster: MiniCluster) -> None:
+    state = cluster.state
+    before = causes_of(state)
+    assert "moves sound (1 -> 1)" in programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, before)
+    assert not programs_move_no_others(state, moved(state), {}, before, before), "no program fails"
+
+
+def test_plan_has_a_cause_in_what_was_measured_of_a_sound_task_alone(cluster: MiniCluster) -> None:
+    state, before = cluster.state, causes_of(cluster.state)
+    for name, story in (("sound", ""), (GARBAGE, "moves sound")):
+        pace = replace(state.tasks[name].pace, measurements={"1": 7})
+        causes = causes_of(with_task(state, name, pace=pace))
+        assert story in programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, causes)
+        assert bool(programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, causes)) is bool(story)
+
+
+def test_plan_that_stops_a_task_for_one_that_fails_again_is_a_breach(cluster: MiniCluster) -> None:
+    state = cluster.state
+    seats = {"sound": (), GARBAGE: state.plan.assignments[GARBAGE].replicas}
+    for failures, is_breach in ((1, False), (2, True)):
+        story = programs_move_no_others(state, plan_of(state, seats), {GARBAGE: failures}, None, causes_of(state))
+        assert ("stops sound for garbage" in story) is is_breach
+
+
+def test_workers_that_end_together_are_one_failure(cluster: MiniCluster) -> None:
+    record = PeopleRecord()
+    record.programs = {GARBAGE}
+    state = cluster.state
+    numbers = replace(state.tasks[GARBAGE].numbers, next_worker=3)
+    for worker, next_worker, failures in (("1", 3, 1), ("2", 4, 1), ("3", 4, 2)):
+        basis = with_task(state, GARBAGE, numbers=replace(numbers, next_worker=next_worker))
+        exited = v.WorkerExited(
+            node="n0", task=GARBAGE, worker=f"{GARBAGE}.{worker}", exit_code=1, signal=None, is_expected=False,
+        )  # fmt: skip
+        record._count_failure(basis, exited)
+        assert record._failures == {GARBAGE: failures}
+
+
+@pytest.mark.parametrize(("joined_s", "is_breach"), [(None, True), (-5, True), (5, False)])
+def test_head_that_a_liar_reached_is_not_deaf(cluster: MiniCluster, joined_s: int | None, is_breach: bool) -> None:
+    """One that joined before the silence is as silent as the others."""
+    beat_at_us = cluster.state.now_us
+    state = cluster.state
+    if joined_s is not None:
+        stranger = replace(state.nodes["n0"], name=STRANGER, joined_us=beat_at_us + joined_s * SECOND_US)
+        state = replace(state, nodes=state.nodes | {STRANGER: stranger})
+    lost = v.NodeLost(node="n1", reason="silent", evidence=v.Evidence(beat_seq=1, beat_at_us=beat_at_us))
+    assert bool(deaf_heads_judge_nobody(state, lost, lambda at_us: at_us == beat_at_us)) is is_breach
+
+
+def test_silence_of_all_explains_no_symptom(cluster: MiniCluster) -> None:
+    cluster.kill_worker(cluster.hosts["n0"], next(iter(cluster.hosts["n0"].processes)))
+    cluster.decide()
+    ((name, incident),) = cluster.state.incidents.items()
+    symptom = replace(incident, kind="connection_broken", severity=Severity.SEV3)
+    for kind, is_breach in (("process_exit", True), ("head_deaf", False)):
+        cause = replace(incident, id="other", kind=kind)
+        state = replace(cluster.state, incidents={name: symptom, "other": cause})
+        assert bool(symptoms_are_no_incidents(state)) is is_breach
