@@ -97,13 +97,13 @@ TABLE = (
         "force",
         "`delete --force`: the old container still runs beside the new one, under one name",
         "never whole: the old agent took the new one's commands and refused them",
-        "the old agent ends with code {code}, the new one has joined at {told} s; whole after {whole} s",
+        "the new one's login ends the old one's, and it has joined at {told} s; whole after {whole} s",
     ),
     (
         "force, cut off",
         "the same, the old one cut off, and back later",
         "not tried",
-        "whole after {whole} s; the old one ends with code {code} once it is back, and disturbs nothing",
+        "whole after {whole} s; the old one is not let in once it is back, and disturbs nothing",
     ),
     (
         "cannot work",
