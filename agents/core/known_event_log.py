@@ -13,6 +13,8 @@ Rules
   CoordinatorStarted (`adopted_us`), and so does every later coordinator. An order that is younger than the one that the
   agent remembers is carried out, whatever log it remembers; a log that only looks new has no such order.
 * An agent that starts on a node without workers and without states has nothing to lose: it takes the log that is there.
+* An agent without memory and without workers reads behind the log's end: all that stands there was for others before it
+  (`entries_behind`).
 """
 
 from __future__ import annotations
@@ -44,3 +46,16 @@ def difference(memory: Remembered, log: LogSeen | None, read_seq: int = 0) -> st
 def is_taken(memory: Remembered, log: LogSeen) -> bool:
     """Return whether a person has adopted this log by name since the agent last heard of such an order."""
     return log.adopted_us > memory.log_adopted_us
+
+
+def entries_behind(memory: Remembered, log: LogSeen) -> int:
+    """Return the entry behind which this agent reads its commands in the log; 0: all.
+
+    Without a memory no command before its own NodeJoined is for this agent (`Command.agent_boot`). Workers that live
+    without one may still need what stands there.
+    """
+    if difference(memory, log):
+        return 0
+    if memory.log or memory.read_seq or memory.workers:
+        return memory.read_seq
+    return log.last_seq

@@ -105,6 +105,8 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
     log: str = ""
     log_seq: int = 0
     log_adopted_us: int = 0
+    #: The last entry of its feed that is handled, as far as it was written down; 0: not known.
+    read_seq: int = 0
     #: The highest (term, epoch) that a command came with.
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, WorkerRecord] = {}

@@ -129,6 +129,7 @@ class EventLogKeeper:
                 on_unread=self._cannot_read,
                 makes_consumer=self._options.login.key is None,
                 on_interrupted=guard.look,
+                after_seq=self._shell.begin_reading(log_seen),
             )
             # Before the node joins: one that cannot be commanded must not be planned for.
             await feed.follow(self._shell.tasks_here(log_seen))

@@ -18,10 +18,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, assert_never
 
+from msgspec.structs import replace
+
 from unicrond.agents.core import floods
 from unicrond.agents.core import machine as core
 from unicrond.agents.core.agent_config import AgentConfig
-from unicrond.agents.core.known_event_log import difference
+from unicrond.agents.core.known_event_log import difference, entries_behind
 from unicrond.agents.core.state import (
     Action,
     Append,
@@ -82,8 +84,6 @@ class Shell(ABC):
         self.has_joined = asyncio.Event()
         #: There is a command for a later agent of this node's name: nothing more is taken from the feed.
         self.is_superseded = False
-        #: The last entry of its feed that was handled.
-        self.read_seq = 0
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._beat = 0
 
@@ -210,7 +210,6 @@ class Shell(ABC):
                 logger.warning("%s says more than goes on to the log; dropped or replaced: %s", worker, kinds)
             case ForgetLog():
                 self.outbox.forget()
-                self.read_seq = 0
                 self.has_joined.clear()
             case Finish():
                 self.finish()
@@ -252,6 +251,22 @@ class Shell(ABC):
             for state in list(self.snapshots()):
                 self.feed(StateHeld(snapshot=state))
 
+    @property
+    def read_seq(self) -> int:
+        """Return the last entry of the feed that was handled; 0: not known."""
+        return self.state.memory.read_seq
+
+    def begin_reading(self, log: LogSeen) -> int:
+        """Return the entry of this log behind which the feed begins, and note it for the beats."""
+        after_seq = entries_behind(self.state.memory, log)
+        if after_seq:
+            self._note_read(after_seq)
+        return after_seq
+
+    def _note_read(self, seq: int) -> None:
+        """Note the last entry that was handled; it is written down with what is remembered next."""
+        self.state = replace(self.state, memory=replace(self.state.memory, read_seq=seq))
+
     def tasks_here(self, log: LogSeen | None = None) -> frozenset[str]:
         """Return the tasks that have a worker here, or will have one.
 
@@ -283,7 +298,7 @@ class Shell(ABC):
                 self.take(recorded)
                 if self.closed or self.is_superseded:
                     return  # unfinished entries come again, to the next agent
-                self.read_seq = recorded.seq
+                self._note_read(recorded.seq)
 
     def take(self, recorded: RecordedEvent) -> None:
         """Handle one entry of the node's feed."""

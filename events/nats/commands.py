@@ -5,7 +5,8 @@ Rules
 * The server remembers it in memory: on disk each command would cost it two more fsyncs, and a membership that a hundred
   nodes read two hundred, before the last of them has it (`docs/results/scale.md`). A server that is started anew has
   forgotten all consumers; each is made again behind what its agent has handled (`Heartbeat.read_seq`), or where that is
-  not known, for all that the log holds: handlers know what they have done.
+  not known, for all that the log holds: handlers know what they have done. An agent without memory has handled what
+  stands before its NodeJoined.
 * One command at a time (`max_ack_pending` 1): order holds even when one is delivered again.
 * Broadcast decisions of the tasks that the node follows come by the same consumer: `follow` changes its filter. While
   an entry is not acknowledged the server looks at nothing behind it, so what matches the new filter there still comes.
@@ -175,12 +176,13 @@ class NatsCommandFeed:
         *,
         makes_consumer: bool = True,
         on_interrupted: Callable[[], object] = lambda: None,
+        after_seq: int = 0,
     ) -> None:
         """Create a feed.
 
         `on_unread`: called with each command that this version cannot read, before it is acknowledged.
         `makes_consumer`: this login may make the consumer, and does; else the coordinator makes it. `on_interrupted`:
-        called when the consumer is gone or does not answer.
+        called when the consumer is gone or does not answer. `after_seq`: the last entry that was handled before.
         """
         self._on_interrupted = on_interrupted
         self._makes_consumer = makes_consumer
@@ -188,7 +190,7 @@ class NatsCommandFeed:
         self._node = node
         self._on_unread = on_unread
         #: The last entry that was handled.
-        self.handled_seq = 0
+        self.handled_seq = after_seq
         self._tasks: frozenset[str] | None = None
 
     async def follow(self, tasks: Collection[str]) -> None:

@@ -126,8 +126,12 @@ class Coordinator:
         self.number = 0
         self.entries = self.log.read(0)
         self.seen: list[RecordedEvent] = []
+        self.has_node = False
 
     async def command(self, make: Callable[[str], Command]) -> str:
+        """Order something once the node has joined: what stands before that is for others."""
+        if not self.has_node:
+            await self.until(NodeJoined)
         command = make(f"1.1.n1.{self.number + 1}")
         await self.say(command)
         return command.command_id
@@ -189,6 +193,7 @@ class Coordinator:
                 assert isinstance(entry, RecordedEvent), entry
                 self.seen.append(entry)
                 event = entry.envelope.event
+                self.has_node |= isinstance(event, NodeJoined)
                 if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items()):
                     return event
         raise AssertionError("the log never ends")

@@ -19,12 +19,12 @@ from unicrond.events.nats.commands import NatsCommandFeed, filters
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
-from unicrond.events.nats.streams import api
+from unicrond.events.nats.streams import api, consumers_of
 from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, write_key
 from unicrond.events.trust.logins import BadLogin, Role, User
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.intake.config import ApiConfig, Config, ConfigError, NatsConfig, check, login_as
-from unicrond.service.event_log.consumers import Consumers, following
+from unicrond.service.event_log.consumers import BEAT_WAIT_S, Consumers, following
 from unicrond.service.trust.node_logins import expired, migration_line, remember, remembered
 
 SPEC = v.TaskSpec(name="a")
@@ -279,3 +279,37 @@ def test_node_follows_its_tasks() -> None:
     assert following(state) == {"n1": frozenset({"a"}), "n3": frozenset()}
     tasks = {name: replace(task, status=TaskStatus.COMPLETED) for name, task in state.tasks.items()}
     assert set(following(replace(state, tasks=tasks)).values()) == {frozenset()}
+
+
+async def test_consumer_of_known_node_waits_for_its_beat(nats_connection: Connection) -> None:
+    """Its past may be long. A node that never joined has none, and a start waits for nothing."""
+    log = Log()
+    for node in ("n1", "n2", "n3"):
+        log.say(enrolled(node, make_key(f"agent-{node}").user.key))
+    for node in ("n1", "n2"):
+        log.say(joined(node), node)
+    read: dict[str, int] = {}
+    consumers = Consumers(nats_connection, lambda: log.state, lambda node: read.get(node, 0))
+    looking = asyncio.create_task(consumers.run())
+    try:
+        async with asyncio.timeout(BEAT_WAIT_S):
+            await until_exist(nats_connection, {"agent-n3"})
+            await consumers.before([v.StartWorkers(node="n2", epoch=1, command_id="1.1.n2.1", spec=SPEC, starts=())])
+            await until_exist(nats_connection, {"agent-n2", "agent-n3"})
+            read["n1"] = 7
+            await until_exist(nats_connection, {"agent-n1", "agent-n2", "agent-n3"})
+        info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
+        assert info["config"]["opt_start_seq"] == 8
+        read["n1"] = 0
+        await api(nats_connection, f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n1", {})
+        async with asyncio.timeout(4 * BEAT_WAIT_S):  # an agent of an older version may say nothing of it
+            await until_exist(nats_connection, {"agent-n1", "agent-n2", "agent-n3"})
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+async def until_exist(connection: Connection, names: set[str]) -> None:
+    """Wait until these are all consumers of the log."""
+    while {consumer["name"] for consumer in await consumers_of(connection, EVENT_STREAM)} != names:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)

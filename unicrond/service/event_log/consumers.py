@@ -12,7 +12,8 @@ Rules
 * The server forgets consumers (all, where it was restarted; one, by a `nats consumer rm`) and others change them (an
   older agent, with the shared login). So all are compared at the start of a term, when a node is enrolled, when the
   connection was lost, and every LOOK_EVERY_S. One that is made again begins behind what its agent's last beat says that
-  it has read: earlier costs deliveries, later could cost a command.
+  it has read: earlier costs deliveries, later could cost a command. A node that has joined before, and whose agent has
+  not said yet what it has read, waits for that up to BEAT_WAIT_S, unless it is to start a worker: its past is long.
 * A node that is not enrolled has an agent with the shared login, which makes and fits its own; both at once would undo
   each other's work.
 * A consumer that NATS refuses does not stop decisions: the refusal is logged, and tried again; its agent waits.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -38,6 +40,8 @@ log = logging.getLogger("unicrond")
 LOOK_EVERY_S = 5.0
 #: A large cluster's consumers are compared less often: each takes some of the server's time and ours.
 LOOK_PER_NODE_S = 0.01
+#: How long a consumer that is gone may wait for its agent's beat.
+BEAT_WAIT_S = 5.0
 #: Requests under way at a time.
 _AT_ONCE = 32
 
@@ -64,6 +68,8 @@ class Consumers:
         self._busy = asyncio.Lock()
         self._refused: set[str] = set()
         self._has_looked = False
+        #: Nodes whose consumer waits for a beat, with the time until which it does; 0: that is over.
+        self._waiting: dict[str, float] = {}
 
     def forget(self) -> None:
         """Forget what is known of the consumers: a term begins, and another head may have changed them."""
@@ -94,12 +100,15 @@ class Consumers:
         """Compare all consumers with the state, and fit those that lack something."""
         async with self._busy:
             self._configs = await self._fetch_configs()
+            waiting, self._waiting = self._waiting, {}
             targets = following(self._state())
             lacking = {}
             for node, tasks in targets.items():
                 follows = self._active_tasks(node) | tasks
                 if set(feed_subjects(node, follows)) <= set(filters(self._configs.get(node, {}))):
                     self._follows[node] = follows
+                elif self._waits_for_beat(node, waiting.get(node)):
+                    self._follows.pop(node, None)
                 else:
                     lacking[node] = follows
             await self._fit(lacking)
@@ -116,9 +125,24 @@ class Consumers:
                 log.error("cannot compare the agents' consumers: %s", error)
             for _ in range(int(max(LOOK_EVERY_S, LOOK_PER_NODE_S * len(enrolled)) / 0.25)):
                 await asyncio.sleep(0.25)
-                is_due = self._leads() and (session.disconnected.is_set() or not self._has_looked)
+                is_due = self._leads() and (session.disconnected.is_set() or not self._has_looked or self._has_waited())
                 if self._state().logins is not enrolled or is_due:
                     break
+
+    def _waits_for_beat(self, node: str, until_s: float | None) -> bool:
+        """Return whether the node's consumer, which is gone, is made later: its agent is to say first what it has
+        read. `until_s`: until when it waits already."""
+        if node in self._configs or node not in self._state().nodes or self._read_seq(node):
+            return False
+        now_s = time.monotonic()
+        until_s = now_s + BEAT_WAIT_S if until_s is None else until_s
+        self._waiting[node] = until_s if now_s < until_s else 0.0
+        return now_s < until_s
+
+    def _has_waited(self) -> bool:
+        now_s = time.monotonic()
+        waiting = {node: until_s for node, until_s in self._waiting.items() if until_s}
+        return any(self._read_seq(node) or now_s >= until_s for node, until_s in waiting.items())
 
     def _active_tasks(self, node: str) -> frozenset[str]:
         """Return those of the tasks that the node follows that go on."""
