@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -102,8 +102,25 @@ def step_aside() -> None:
 
 
 def ends_all() -> bool:
-    """Say whether all other processes of this container end with this one: it is the first process, or its child."""
-    if os.getpid() == 1:
-        return True
-    init_cmdline, own_cmdline = (Path("/proc", name, "cmdline") for name in ("1", "self"))
-    return os.getppid() == 1 and init_cmdline.read_bytes() == own_cmdline.read_bytes()  # the keeper is what forked it
+    """Say whether all other processes of this container end with this one: it is the first process, or what that
+    keeps."""
+    return os.getpid() == 1 or (os.getppid() == 1 and keeps(*(_cmdline(name) for name in ("1", "self"))))
+
+
+def keeps(init: Sequence[str], command: Sequence[str]) -> bool:
+    """Say whether the first process keeps the one with this command line: it has forked it, or was told what to start
+    (`sh enter unicrond run`, `tini -- unicrond run`). A system's init was not."""
+    for first in (0, 1):  # the second word where the first one is Python
+        program, words = command[first : first + 1], list(command[first + 1 :])
+        place = len(init) - len(words) - 1
+        if program and place > 0 and list(init[place + 1 :]) == words and _is_same(init[place], program[0]):
+            return True
+    return list(init) == list(command)
+
+
+def _is_same(word: str, path: str) -> bool:
+    return Path(word).name == Path(path).name
+
+
+def _cmdline(process: str) -> list[str]:
+    return Path("/proc", process, "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
