@@ -85,6 +85,15 @@ class StoreLease:
     def __init__(self, directory: Path, times: Times | None = None) -> None:
         self.directory = directory
         self.times = times or Times()
+        #: The newest record, and since when it has not changed as seen from here.
+        self._record: tuple[int, bytes] | None = None
+        self._since_s = now_s()
+
+    def look(self) -> None:
+        """Note whether the holder renews its lease, for `take`. A directory that cannot be read says nothing."""
+        with contextlib.suppress(OSError):
+            if (newest := self._newest()) != self._record:
+                self._record, self._since_s = newest, now_s()
 
     async def take(self, waits: Callable[[str], object]) -> StoreClaim:
         """Acquire the lease, however long that takes.
@@ -94,18 +103,16 @@ class StoreLease:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock_fd = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            last_record, since_s = await asyncio.to_thread(self._newest), now_s()
-            start_s = since_s
+            start_s = now_s()
             while True:
-                is_stale = now_s() - since_s >= self.times.take_after_s
+                await asyncio.to_thread(self.look)
+                is_stale = self._record is not None and now_s() - self._since_s >= self.times.take_after_s
                 with contextlib.suppress(OSError):  # storage that comes and goes: it is asked again
                     if claim := await asyncio.to_thread(self._attempt, lock_fd, is_stale):
                         return claim
-                    if (newest_record := await asyncio.to_thread(self._newest)) != last_record:
-                        last_record, since_s = newest_record, now_s()
                 if now_s() - start_s > _RELEASE_S:  # a server that has just ended gives it back soon
                     waits(
-                        f"{self.directory} is in use by {_describe_holder(last_record[1])}; this head takes it once "
+                        f"{self.directory} is in use by {_describe_holder(self._record)}; this head takes it once "
                         f"its lease has not been renewed for {self.times.take_after_s:g} s"
                     )
                 await asyncio.sleep(_LOOK_S)
@@ -181,9 +188,9 @@ def _read(body: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _describe_holder(body: bytes) -> str:
+def _describe_holder(newest: tuple[int, bytes] | None) -> str:
     """Describe the holder in a record, for people."""
-    record = _read(body)
+    record = _read(newest[1] if newest else b"")
     return f"another head, on {record['host']} (pid {record.get('pid')})" if record.get("host") else "another head"
 
 

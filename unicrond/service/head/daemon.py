@@ -10,7 +10,8 @@ Rules
   before it) leads alone, as ever.
 * An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
   its disk was full (event_log_health.py).
-* One coordinator at a time uses a `state_dir`.
+* One coordinator at a time uses a `state_dir`. Where locks tell that another machine or container has it, this head
+  waits for that one's end, alive and not ready; beside one on the same machine it ends with an error.
 * Where others reach them, NATS and the API speak TLS (certificates.py).
 * Where logins have keys, what the coordinator decides and what people ask for go by two connections with different
   rights, and streams are made and brought up to date as the operator, at the start alone.
@@ -22,8 +23,8 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from unicrond.events.log.event_log import Fenced
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, PublishDenied
 from unicrond.events.nats.lease import NatsLease
 from unicrond.events.nats.server import EmbeddedServer, ServerError
+from unicrond.events.nats.store_directory_lock import StoreLease
 from unicrond.events.nats.streams import JetStreamError, create_streams, forget_restored_readers
 from unicrond.events.trust.keys import BadKey, load_or_create_key, read_key
 from unicrond.events.trust.logins import Role, User
@@ -52,7 +54,7 @@ from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.event_log_health import LogKeeper
 from unicrond.service.coordinator.garbage_collection import short_pauses
-from unicrond.service.coordinator.other_processes import InUse, sole_user
+from unicrond.service.coordinator.other_processes import InUse, InUseElsewhere, sole_user
 from unicrond.service.event_log.durability_checks import Promises
 from unicrond.service.event_log.known_event_log import KnownLog
 from unicrond.service.head.head import Head, other_heads, this_process
@@ -61,6 +63,10 @@ from unicrond.service.head.startup import StartupStatus, StoppedBySignal, porch,
 from unicrond.service.trust.certificates import Certificates
 
 log = logging.getLogger("unicrond")
+
+
+#: How often the lock of a state_dir is tried.
+_LOOK_S = 0.25
 
 
 class Fatal(RuntimeError):
@@ -74,15 +80,50 @@ async def serve(config: Config, skip: Sequence[int] = (), *, stands_by: bool = F
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.put_nowait, signum)
-    with short_pauses(), nullcontext() if config.nats.url else _sole_user(Path(config.state_dir)):
+    orders, lease = Orders(stop, skip, stands_by, Systemd()), StoreLease(Path(config.state_dir) / "nats")
+    with short_pauses(), ExitStack() as lock:
+        if not config.nats.url:
+            try:
+                await _lock_state_dir(config, orders, lock, lease)
+            except StoppedBySignal:
+                return
         if new_log:
             KnownLog(Path(config.state_dir)).take(CLOCK.wall_us())
-        await _serve(config, Orders(stop, skip, stands_by, Systemd()))
+        await _serve(config, orders, lease)
 
 
-async def _serve(config: Config, orders: Orders) -> None:
+async def _lock_state_dir(config: Config, orders: Orders, lock: ExitStack, lease: StoreLease) -> None:
+    """Lock the state_dir as long as the stack `lock` lives; where a head elsewhere has it, wait and answer meanwhile.
+    Raises Fatal, StoppedBySignal."""
     status = StartupStatus()
-    server = None if config.nats.url else server_of(config, _roles(config), status)
+
+    def has_locked() -> bool:
+        """Try once. Raises Fatal."""
+        lease.look()  # its time runs meanwhile
+        try:
+            lock.enter_context(sole_user(Path(config.state_dir)))
+        except InUseElsewhere as error:
+            status.say(str(error))
+            return False
+        except InUse as error:
+            raise Fatal(str(error)) from None
+        return True
+
+    async def wait() -> None:
+        """Try until the lock is free."""
+        while not has_locked():  # noqa: ASYNC110  (another process)
+            await asyncio.sleep(_LOOK_S)
+
+    if not has_locked():
+        certificates = Certificates(config.certificates, None, is_for_api=config.api_tls)
+        async with AsyncExitStack() as outside:
+            await _receive(outside, config, certificates, orders, status)
+            await unless_stopped(orders.stop, wait())
+
+
+async def _serve(config: Config, orders: Orders, lease: StoreLease) -> None:
+    status = StartupStatus()
+    server = None if config.nats.url else server_of(config, _roles(config), status, lease)
     certificates = Certificates(config.certificates, server if config.nats_tls else None, is_for_api=config.api_tls)
     ended_by, is_used, has_begun = None, False, False
     try:
@@ -185,17 +226,6 @@ def _roles(config: Config) -> list[User]:
         return [load_or_create_key(config.keys, role).user for role in (*needed, Role.OPERATOR, Role.READER)]
     except (BadKey, OSError) as error:
         raise Fatal(f"nats.keys: {error}; `unicrond nats-config` makes keys") from None
-
-
-@contextmanager
-def _sole_user(state_dir: Path) -> Iterator[None]:
-    """Lock the state_dir as long as the context lasts. Raises Fatal."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(sole_user(state_dir))
-        except InUse as error:
-            raise Fatal(str(error)) from None
-        yield
 
 
 async def _start(server: EmbeddedServer) -> None:

@@ -191,8 +191,8 @@ class HeadParts:
         return bool(self._config.nats_tls or self._config.api_tls)
 
 
-def server_of(config: Config, roles: list[User], status: StartupStatus) -> EmbeddedServer:
-    """Return the embedded server, not started."""
+def server_of(config: Config, roles: list[User], status: StartupStatus, lease: StoreLease) -> EmbeddedServer:
+    """Return the embedded server, not started. `lease`: of its store."""
     has_keys = config.has_keys
     shared = config.nats.shared if has_keys else login(config.nats)
     return EmbeddedServer(
@@ -202,7 +202,7 @@ def server_of(config: Config, roles: list[User], status: StartupStatus) -> Embed
         login=shared if config.nats.user else None,
         users=[*roles, *remembered(config.keys / "nodes")] if has_keys else None,
         tls=embedded_tls(config),
-        lease=StoreLease(Path(config.state_dir) / "nats"),
+        lease=lease,
         waits=status.say,
         sha256=config.nats.server_sha256,
     )
