@@ -26,30 +26,46 @@ from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head.head import Head
+from unicrond.service.trust.certificates import Certificates
 
 
 class Served:
     """A head and its API."""
 
-    def __init__(self, name: str, log: MemoryLog, lease: MemoryLease, directory: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        log: MemoryLog,
+        lease: MemoryLease,
+        directory: Path,
+        config: Config | None = None,
+        access: Access | None = None,
+    ) -> None:
+        config = config or Config()
         self.coordinator = Coordinator(
             log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=60, process=name)
         )
-        me = Holder(head=name, process=name, api=f"{name}:7470")
+        me = Holder(head=name, process=name, api=config.api.advertise or f"{name}:7470")
         self.head = Head(self.coordinator, lease, me, 0.2, has_ended=lambda _: False)
         shown = ProcessStatus(str, self.head, lambda: ["a promise"])
-        api = Api(Config(), self.coordinator, log, Files(directory), Access(), shown)  # type: ignore[arg-type]
+        self.access = access or Access()
+        api = Api(config, self.coordinator, log, Files(directory), self.access, shown)  # type: ignore[arg-type]
+        self._port = int(config.api.advertise.rpartition(":")[2] or 0)
+        self._context = Certificates(config.certificates, None, is_for_api=config.api_tls).context
         self._runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0.1)
         self.url = ""
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self.head.run())
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._context).start()
+        self.url = f"http{'s' if self._context else ''}://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close_api(self) -> None:
+        await self._runner.cleanup()
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        await self.close_api()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

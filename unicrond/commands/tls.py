@@ -71,8 +71,10 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def configured_names(config: Config) -> Iterator[str]:
-    """Yield where the configuration says that the head listens, if that is one address."""
-    for host in (config.nats.host, config.api.host):
+    """Yield where the configuration says that the head listens, if that is one address, and by which name the others
+    reach it."""
+    advertised = config.api.advertise.rpartition(":")[0].strip("[]")
+    for host in filter(None, (advertised, config.nats.host, config.api.host)):
         if host not in ("0.0.0.0", "::") and not is_loopback(host):
             yield host
 

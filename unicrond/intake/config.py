@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -72,12 +74,16 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP API. `token_file` holds a bearer token that may do everything; `tokens_file` lists named tokens with
-    their scopes and hashes (tokens.py). Where no `token_file` is named the head makes one (Config.own_token)."""
+    their scopes and hashes (tokens.py). Where no `token_file` is named the head makes one (Config.own_token).
+    `advertise`: HOST:PORT by which the others reach this head. `heads`: such addresses of all heads; one that stands by
+    passes on to them what it is asked to do."""
 
     host: str = "127.0.0.1"
     port: PortNumber = 7470
     token_file: str = ""
     tokens_file: str = ""
+    advertise: str = ""
+    heads: tuple[str, ...] = ()
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,6 +180,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def api_tls(self) -> bool:
         """Return whether the API uses TLS."""
         return self.tls != "off" and not is_loopback(self.api.host)
+
+    @property
+    def api_address(self) -> str:
+        """Return HOST:PORT by which others reach the API, as far as it is known."""
+        return self.api.advertise or f"{socket.gethostname()}:{self.api.port}"
 
     @property
     def certificates(self) -> Files:
@@ -308,6 +319,9 @@ def _check_api(config: Config, where: str) -> None:
             f"{where}: api.host: {api.host} is open to others, and a task can run any code; "
             "remove auth: off, set api.tokens_file, or use 127.0.0.1"
         )
+    for field, address in (("advertise", api.advertise), *(("heads", address) for address in api.heads)):
+        if address and not _is_address(address):
+            raise ConfigError(f"{where}: api.{field}: {address!r} is no HOST:PORT; give one like head1:7470")
     for field in ("token_file", "tokens_file"):
         path = getattr(api, field)
         if path and not Path(path).is_file():
@@ -317,6 +331,12 @@ def _check_api(config: Config, where: str) -> None:
             read_tokens(Path(api.tokens_file).read_text(encoding="ascii"))
         except (BadTokens, OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: api.tokens_file: {api.tokens_file}: {error}") from None
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    is_host = bool(re.fullmatch(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]", host))
+    return is_host and bool(colon) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def check_certificates(config: Config, where: str) -> None:

@@ -80,6 +80,7 @@ from unicrond.service.api.access import (
 )
 from unicrond.service.api.alarm_api import AlarmApi, without_people
 from unicrond.service.api.event_log_api import LogApi
+from unicrond.service.api.forwarding import Forwarder, client_of
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of
 from unicrond.service.api.login_api import LoginApi
 from unicrond.service.api.maintenance_api import MaintenanceApi
@@ -136,6 +137,7 @@ class Api:
         self._log_api = LogApi(event_log, logs, lambda: coordinator.state, _caller.get)
         self._access = access or Access()
         self._process = process = process or ProcessStatus()
+        self._forwarder = Forwarder(config.api.heads, config.api_address, client_of(config))
         self._number = 0
         self._alarms = AlarmApi(coordinator, self._append)
         coordinator.add_alarms(self._access.alarms)
@@ -202,6 +204,9 @@ class Api:
             if not self._coordinator.caught_up.is_set():
                 return error(503, "coordinator: still reading its log; try again in a moment")
             if request.method == "POST":
+                address = self._process.leader_address
+                if self._forwarder.may_forward(request, address):
+                    return await self._forwarder.forward(request, address)
                 return answer({"error": self._process.referral, "standby": True}, 503)
         if request.method == "POST" and (trouble := self._process.trouble()):
             return error(503, f"log: {trouble}; try again later")

@@ -46,6 +46,12 @@ class ProcessStatus(NamedTuple):
         return {"leader": address, "standing_by": self.head.standing_by}
 
     @property
+    def leader_address(self) -> str:
+        """Return HOST:PORT of the API of another head that leads; "": none is known."""
+        leader = self.head.leader if self.head is not None else None
+        return leader.api if leader is not None and not self.leads else ""
+
+    @property
     def referral(self) -> str:
         """Return an error text that refers to the head that leads."""
         leader = self.head.leader if self.head is not None else None

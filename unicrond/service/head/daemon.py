@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -186,7 +185,7 @@ async def _links(
     if not config.has_keys:
         await forget_restored_readers(connection)
     lease = await _lease(connection, config, orders)
-    return Links(connection, asking, server, lease, this_process(f"{socket.gethostname()}:{config.api.port}"))
+    return Links(connection, asking, server, lease, this_process(config.api_address))
 
 
 async def _lease(connection: Connection, config: Config, orders: Orders) -> NatsLease | None:
