@@ -131,12 +131,19 @@ def test_node_object_patch_gives_valid_daemonset(monkeypatch: pytest.MonkeyPatch
 
 
 def test_node_object_rights_match_requests_of_agent() -> None:
-    role, binding, policy, _ = yaml.safe_load_all((ROOT / "node-object" / "rights.yaml").read_text())
+    role, binding, *policies = yaml.safe_load_all((ROOT / "node-object" / "rights.yaml").read_text())
     given = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
-    assert given == {("nodes", "get"), ("nodes", "watch"), ("nodes", "patch"), ("nodes/status", "patch")}
+    on_nodes = {("nodes", "get"), ("nodes", "watch"), ("nodes", "patch"), ("nodes/status", "patch")}
+    assert given == on_nodes | {("events", "create")}
     (account,) = binding["subjects"]
     user = f"system:serviceaccount:{account['namespace']}:{account['name']}"
-    assert user in policy["spec"]["matchConditions"][0]["expression"]
+    narrowed = {}
+    for policy, in_force in zip(policies[::2], policies[1::2], strict=True):
+        assert user in policy["spec"]["matchConditions"][0]["expression"]
+        assert in_force["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+        (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+        narrowed |= dict.fromkeys(rule["resources"], rule["operations"])
+    assert narrowed == {"nodes": ["UPDATE"], "nodes/status": ["UPDATE"], "events": ["CREATE"]}
 
 
 def test_selectors_match_pods() -> None:

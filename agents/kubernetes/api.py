@@ -1,4 +1,5 @@
-"""A client of the Kubernetes API for one Node object: get, watch and patch, with a pod's own account.
+"""A client of the Kubernetes API for one Node object, with a pod's own account: get, watch and patch, and Events about
+it.
 
 Token and CA are files that the kubelet keeps fresh: both are read again, the token with each request. No other object
 is requested.
@@ -71,18 +72,26 @@ class NodeApi:
 
     def __init__(self, url: str, name: str, account: Path) -> None:
         self._path = f"{url}/api/v1/nodes"
+        #: Events about an object without a namespace lie there.
+        self._events = f"{url}/api/v1/namespaces/default/events"
         self._name = name
         self._account = kubernetes.ServiceAccount(account)
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self) -> dict[str, Any]:
         """Return the object. Raise KubernetesError."""
-        return await self._ask("GET", f"/{quote(self._name)}")
+        return _node(await self._ask("GET", f"{self._path}/{quote(self._name)}"))
 
     async def patch(self, patch: Mapping[str, Any], kind: str, *, status: bool = False) -> dict[str, Any]:
         """Apply a patch to the object, or to its status, and return it. Raise KubernetesError."""
-        path = f"/{quote(self._name)}{'/status' if status else ''}"
-        return await self._ask("PATCH", path, data=json.dumps(patch).encode(), headers={"Content-Type": kind})
+        path = f"{self._path}/{quote(self._name)}{'/status' if status else ''}"
+        headers = {"Content-Type": kind}
+        return _node(await self._ask("PATCH", path, data=json.dumps(patch).encode(), headers=headers))
+
+    async def add_event(self, event: Mapping[str, Any]) -> None:
+        """Create an Event about the object (node_object.py). Raise KubernetesError."""
+        headers = {"Content-Type": "application/json"}
+        await self._ask("POST", self._events, data=json.dumps(event).encode(), headers=headers)
 
     async def watch(self, version: str) -> AsyncIterator[dict[str, Any]]:
         """Yield the object whenever it changes after `version`, until the server ends the watch. Raise
@@ -116,18 +125,15 @@ class NodeApi:
             await self._session.close()
             self._session = None
 
-    async def _ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
+    async def _ask(self, method: str, url: str, **more: Any) -> bytes:
         identity = self._identity(more.pop("headers", {}))
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         try:
-            async with (await self._opened()).request(
-                method, f"{self._path}{path}", timeout=timeout, **identity, **more
-            ) as answer:
+            async with (await self._opened()).request(method, url, timeout=timeout, **identity, **more) as answer:
                 await kubernetes.raise_for_status(answer)
-                body = await answer.read()
+                return await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise kubernetes.no_answer(error) from None
-        return _node(body)
 
     async def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -4,10 +4,13 @@
 |---|---|---|
 | a taint that drains: NoExecute, or one of DRAINS | a drain | it is removed |
 | `spec.unschedulable` (`kubectl cordon`, `kubectl drain`) | as `cordon_means` | `kubectl uncordon` |
-| the condition Ready is not True | a cordon | it is |
+| the condition Ready is False | a cordon | it is True |
+| the condition Ready is Unknown for UNKNOWN_S (`keeper.py`) | a cordon | it is True |
 
 * The taints that Kubernetes itself sets on a machine that is not ready count as the last row, and nothing more: this
   cluster's own heartbeats detect a machine that is down.
+* Unknown says that the API server has not heard of the kubelet, not that anything is wrong with the machine: after an
+  outage of the API server it stands on all of them for some seconds.
 * An isolation is the taint TAINT (NoSchedule: pods that run stay) and the condition CONDITION. Those of
   others are never touched, and the agent does not read this taint as a drain.
 """
@@ -61,6 +64,18 @@ def hold_of(node: Mapping[str, Any], cordon_means: CordonMeans) -> Hold:
     return Hold("", "")
 
 
+def is_unknown(node: Mapping[str, Any]) -> bool:
+    """Return whether nobody has heard of the machine's kubelet of late."""
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return any(condition.get("type") == "Ready" and condition.get("status") == "Unknown" for condition in conditions)
+
+
+def is_marked(node: Mapping[str, Any]) -> bool:
+    """Return whether the node's condition says that this cluster has isolated it."""
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return any(condition.get("type") == CONDITION and condition.get("status") == "True" for condition in conditions)
+
+
 def has_taint(node: Mapping[str, Any]) -> bool:
     """Return whether the node has our taint."""
     return any(taint.get("key") == TAINT for taint in (node.get("spec") or {}).get("taints") or ())
@@ -90,6 +105,26 @@ def condition_patch(*, isolated: bool, reason: str, now: str) -> dict[str, Any]:
                 }
             ]
         }
+    }
+
+
+def event_about(node: Mapping[str, Any], kind: str, message: str, *, is_warning: bool, now: str) -> dict[str, Any]:
+    """Return an Event about the node, which `kubectl describe node` shows. `kind`: its reason, one word. `now`: RFC
+    3339."""
+    metadata = node.get("metadata") or {}
+    name = str(metadata.get("name", ""))
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{name}.", "namespace": "default"},
+        "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": name, "uid": str(metadata.get("uid", name))},
+        "reason": kind,
+        "message": message[:_REASON_MAX],
+        "type": "Warning" if is_warning else "Normal",
+        "source": {"component": "unicron-agent", "host": name},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
     }
 
 

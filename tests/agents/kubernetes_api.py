@@ -1,7 +1,8 @@
 """A stand-in for the part of the Kubernetes API server that agents/kubernetes speaks: one real HTTP server.
 
-It has Node objects alone: GET, watch with a field selector, merge patches with a resource version, and strategic merge
-patches of conditions. What a real one does besides (admission, other lists, protobuf) it does not.
+It has Node objects: GET, watch with a field selector, merge patches with a resource version, and strategic merge
+patches of conditions; and takes Events about them. What a real one does besides (admission, other lists, protobuf) it
+does not.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class StandIn:
         self.refuses = 0
         self.says: bytes | None = None
         self.asked: list[tuple[str, str]] = []
+        #: As `kubectl describe node` shows them: reason and type.
+        self.events: list[tuple[str, str]] = []
+        self.refuses_events = 0
         self.url = ""
         self._version = 10
         self._changed = asyncio.Event()
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
         self.node: dict[str, Any] = {
-            "metadata": {"name": name, "resourceVersion": "10"},
+            "metadata": {"name": name, "uid": f"of-{name}", "resourceVersion": "10"},
             "spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]},
             "status": {"conditions": [ready]},
         }
@@ -107,6 +111,17 @@ class StandIn:
         self._next()
         return web.json_response(self.node)
 
+    async def _add_event(self, request: web.Request) -> web.Response:
+        if wrong := self._wrong(request):
+            return wrong
+        if self.refuses_events:
+            return _status(self.refuses_events, "events is forbidden")
+        event = await request.json()
+        assert event["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": self.name, "uid": "of-gpu07"}
+        assert event["metadata"] == {"generateName": f"{self.name}.", "namespace": "default"}
+        self.events.append((event["reason"], event["type"]))
+        return web.json_response(event, status=201)
+
     def _wrong(self, request: web.Request) -> web.Response | None:
         self.asked.append((request.method, request.path))
         if self.refuses:
@@ -127,6 +142,7 @@ class StandIn:
                 web.get("/api/v1/nodes/{name}", self._get),
                 web.patch("/api/v1/nodes/{name}", self._patch),
                 web.patch("/api/v1/nodes/{name}/status", self._patch_status),
+                web.post("/api/v1/namespaces/default/events", self._add_event),
             ]
         )
         return made

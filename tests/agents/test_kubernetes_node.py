@@ -17,6 +17,7 @@ from tests.agents.processes import TIMEOUT_S
 from tests.agents.test_daemon import AgentProcess, Coordinator, coordinator
 from tests.unicrond.cluster import MiniCluster
 from unicrond.agents.core.state import ForkServerSaid, LogSeen, MachineSaw
+from unicrond.agents.kubernetes import keeper
 from unicrond.agents.kubernetes.api import NodeApi
 from unicrond.agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, taint_patch
 from unicrond.agents.protocol.messages import Inventory
@@ -233,7 +234,7 @@ async def test_agent_syncs_node_object_and_cluster(
             assert drained.hold == "drain" and "out-of-service" in drained.reason
             server.change(taints=server.node["spec"]["taints"][:1])
             assert (await coordinator.until(v.MachineReported)).hold == ""
-            server.ready("Unknown")
+            server.ready("False")
             assert (await coordinator.until(v.MachineReported)).hold == "cordon"
             server.ready("True")
             assert (await coordinator.until(v.MachineReported)).hold == ""
@@ -248,6 +249,16 @@ async def test_agent_syncs_node_object_and_cluster(
             await decide(coordinator, v.NodeReadmitted(node="n1", reason="its health check passed"))
             await until(lambda: TAINT not in server.taints)
             await until(lambda: (server.condition(CONDITION) or {}).get("status") == "False")
+            await until(lambda: server.events and server.events[-1][0] == "UnicronReadmitted")
+            assert server.events == [
+                ("UnicronCordoned", "Normal"),
+                ("UnicronDraining", "Normal"),
+                ("UnicronInService", "Normal"),
+                ("UnicronCordoned", "Normal"),
+                ("UnicronInService", "Normal"),
+                ("UnicronIsolated", "Warning"),
+                ("UnicronReadmitted", "Normal"),
+            ]
 
             server.refuses = 403
             server.ready("True")  # ends the watch
@@ -260,9 +271,49 @@ async def test_agent_syncs_node_object_and_cluster(
             server.change(unschedulable=True)
             assert (await coordinator.until(v.MachineReported)).hold == "cordon"
             asked = {path for _, path in server.asked}
-            assert asked == {"/api/v1/nodes", "/api/v1/nodes/gpu07", "/api/v1/nodes/gpu07/status"}
+            events = "/api/v1/namespaces/default/events"
+            assert asked == {"/api/v1/nodes", "/api/v1/nodes/gpu07", "/api/v1/nodes/gpu07/status", events}
         finally:
             agent.end()
+
+
+async def test_outage_of_api_server_cordons_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it every machine is Unknown until its kubelet is heard again. A kubelet that stays silent is one machine's
+    trouble, and an Event that is refused is nobody's."""
+    monkeypatch.setattr(keeper, "UNKNOWN_S", 0.5)
+    holds: list[str] = []
+    async with stand_in("gpu07") as server:
+        server.refuses_events = 403
+        api = NodeApi(server.url, "gpu07", account(tmp_path))
+        node_keeper = keeper.KubernetesNode(api, "n1", "cordon", lambda place: holds.append(place.hold))
+        reading = asyncio.create_task(node_keeper._read())
+        telling = asyncio.create_task(node_keeper._tell_events())
+        try:
+            await until(lambda: holds == [""])
+            server.ready("Unknown")
+            await until(lambda: len(holds) == 2)
+            server.ready("True")
+            await until(lambda: len(holds) == 3)
+            await asyncio.sleep(0.7)
+            assert holds == ["", "", ""], "told within seconds of the outage's end, and nobody was cordoned"
+            server.ready("Unknown")
+            await until(lambda: holds[-1] == "cordon")
+            server.change(unschedulable=None)  # something else of it changes
+            await until(lambda: len(holds) == 6)
+            assert holds[-1] == "cordon"
+            server.ready("True")
+            await until(lambda: holds[-1] == "")
+            server.ready("Unknown")
+            server.change(taints=OUT_OF_SERVICE)
+            await until(lambda: holds[-1] == "drain")  # at once: a person's
+            await asyncio.sleep(0.7)
+            assert holds[-1] == "drain"
+            assert not telling.done() and not reading.done() and not server.events
+        finally:
+            for task in (reading, telling):
+                task.cancel()
+            await asyncio.gather(reading, telling, return_exceptions=True)
+            await api.close()
 
 
 def test_free_node_object_maps_to_no_hold() -> None:
