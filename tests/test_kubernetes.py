@@ -164,7 +164,7 @@ def test_pods_run_our_programs_without_rights(
     (container,) = spec["containers"]
     is_agent = pod["metadata"]["labels"]["app"] == "unicron-agent"
     assert spec["securityContext"]["runAsNonRoot"] and not (is_agent and spec["automountServiceAccountToken"])
-    claimed = set() if is_agent else {"log"}
+    claimed = set() if is_agent else {"log", "state"}
     for each in containers(pod):
         assert each["securityContext"]["readOnlyRootFilesystem"]
         assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -213,6 +213,18 @@ def test_head_configuration_is_valid(tmp_path: Path, head: str) -> None:
         (patch,) = yaml.safe_load((ROOT / "overlays" / overlay / "kustomization.yaml").read_text())["patches"]
         (step,) = yaml.safe_load(patch["patch"])
         assert step["value"]["name"] == "UNICROND_POD_LOGINS_NODE" and step["value"]["value"] in str(kinds)
+
+
+@pytest.mark.parametrize("head", ["head", "head-external-nats"])
+def test_head_remembers_its_log_on_volume(head: str) -> None:
+    """An empty store never becomes a new log while a head knows another one, though its pod is made anew."""
+    text = yaml.safe_load((ROOT / head / "config.yaml").read_text())["data"]["unicron.yaml"]
+    state_dir = Path(yaml.safe_load(text)["state_dir"])
+    (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
+    claims = {claim["metadata"]["name"] for claim in found["spec"]["volumeClaimTemplates"]}
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims}
+    assert any(state_dir.is_relative_to(mount) for mount in mounts)
 
 
 def test_head_may_have_tokens_reviewed_and_nothing_else() -> None:

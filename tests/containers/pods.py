@@ -283,7 +283,11 @@ class Pod:
                 place.mkdir()
             else:  # secrets, ConfigMaps, claims: of all pods
                 places[name] = self.machines.directory / name
-        return {"log": self.machines.directory / "log"} | others | places
+        claim = self.machines.directory / f"state-{self.name}"  # of a StatefulSet: by the pod's name
+        claim.mkdir(exist_ok=True)
+        os.chown(claim, 0, group)
+        claim.chmod(0o2777)
+        return {"log": self.machines.directory / "log", "state": claim} | others | places
 
     def _make_token(self, machine: str, group: int) -> None:
         """What Kubernetes would say of this pod, for its token."""
