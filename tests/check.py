@@ -25,17 +25,25 @@ IMPURE = (
     "AgentProcess",
     "import torch",
 )
-#: Folders that start clusters, and pure files that take longer than `make check` has.
-SLOW = (
+#: What starts clusters, or machines of its own, and is never part of `make check`.
+APART = (
     "tests/benchmarks/", "tests/browser/", "tests/containers/", "tests/gpu/", "tests/integration/",
-    "tests/megatron_lm/", "tests/slurm/", "tests/soak/", "tests/trainer/",
-    "tests/agents/test_fork_server.py", "tests/events/test_archive.py", "tests/planning/test_layouts.py",
-    "tests/planning/test_placement.py", "tests/planning/test_pools.py", "tests/planning/test_solve_cli.py",
-    "tests/planning/test_solver.py", "tests/planning/test_table.py", "tests/planning/test_throughput.py",
-    "tests/planning/test_throughput_calibration.py", "tests/replay/test_replayer.py", "tests/replay/test_simulate.py",
-    "tests/replay/test_timeline.py", "tests/replay/test_verify.py", "tests/simulation/",
-    "tests/unicrond/test_collector.py", "tests/unicrond/test_escalation.py", "tests/unicrond/test_noise.py",
-    "tests/unicrond/test_task_file.py",
+    "tests/megatron_lm/", "tests/simulation/", "tests/slurm/", "tests/soak/", "tests/trainer/",
+)  # fmt: skip
+#: Files that take more seconds than `make check` can give each time; a change that touches them runs them.
+LONG = (
+    "tests/agents/test_fork_server.py", "tests/agents/test_kubernetes_node.py", "tests/agents/test_link_probe.py",
+    "tests/agents/test_preflight.py", "tests/agents/test_preloaders.py", "tests/events/test_archive.py",
+    "tests/planning/test_layouts.py", "tests/planning/test_placement.py", "tests/planning/test_pools.py",
+    "tests/planning/test_solve_cli.py", "tests/planning/test_solver.py", "tests/planning/test_table.py",
+    "tests/planning/test_throughput.py", "tests/planning/test_throughput_calibration.py",
+    "tests/planning/test_throughput_cli.py", "tests/replay/test_beat_evidence.py", "tests/replay/test_courses.py",
+    "tests/replay/test_difference.py", "tests/replay/test_policies.py", "tests/replay/test_replayer.py",
+    "tests/replay/test_simulate.py", "tests/replay/test_timeline.py", "tests/replay/test_verify.py",
+    "tests/supply/", "tests/test_recovery_figures.py", "tests/unicrond/test_collector.py",
+    "tests/unicrond/test_connections.py", "tests/unicrond/test_escalation.py", "tests/unicrond/test_evidence.py",
+    "tests/unicrond/test_foresight_of_types.py", "tests/unicrond/test_lives.py", "tests/unicrond/test_noise.py",
+    "tests/unicrond/test_owners.py", "tests/unicrond/test_plan_problems.py", "tests/unicrond/test_task_file.py",
 )  # fmt: skip
 #: Run all the same: memory and file logs held to the contract, the trainer's pure core, the seeds of the simulation.
 ALWAYS = (
@@ -71,12 +79,12 @@ def test_files() -> dict[str, Path]:
 
 
 def touched(names: list[str]) -> list[str]:
-    """Return the test files that the changed files touch, slow folders left out."""
+    """Return the test files that the changed files touch, but what is apart."""
     modules = {house.module_name(name) for name in names if name.endswith(".py")}
     return [
         name
         for name, path in test_files().items()
-        if not name.startswith(SLOW) and (name in names or modules & set(imported_modules(path)))
+        if not name.startswith(APART) and (name in names or modules & set(imported_modules(path)))
     ]
 
 
@@ -85,7 +93,7 @@ def pure() -> list[str]:
     return [
         name
         for name, path in test_files().items()
-        if not (name.startswith(SLOW) or any(mark in path.read_text() for mark in IMPURE))
+        if not (name.startswith((*APART, *LONG)) or any(mark in path.read_text() for mark in IMPURE))
     ]
 
 

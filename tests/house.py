@@ -35,6 +35,12 @@ def sources() -> dict[str, ast.Module]:
     }
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return every node of a tree; walking one takes as long as parsing it."""
+    return tuple(ast.walk(tree))
+
+
 def package_files(package: str) -> list[ast.Module]:
     """Return the syntax trees of one package."""
     return [tree for name, tree in sources().items() if name.startswith(f"{package}/")]
@@ -45,7 +51,7 @@ def package_files(package: str) -> list[ast.Module]:
 
 def bindings(tree: ast.AST) -> Iterator[str]:
     """Yield every name that the tree binds: locals, arguments, attributes, functions, classes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 yield name
@@ -63,7 +69,7 @@ def share_of_odd_names(package: str) -> float:
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield every function and method."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def first_words(package: str) -> list[tuple[str, str]]:
@@ -101,7 +107,7 @@ def repeated_class_names() -> dict[str, list[str]]:
     """Return the class names that more than one file defines, with these files."""
     where: dict[str, list[str]] = defaultdict(list)
     for name, tree in sources().items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 where[node.name].append(name)
     return {name: files for name, files in where.items() if len(files) > 1}
@@ -120,10 +126,10 @@ def _imported(tree: ast.AST, *, for_types: bool) -> Iterator[str]:
     """Yield the dotted names that a file imports. `for_types`: those under TYPE_CHECKING too."""
     hidden: set[int] = set()
     if not for_types:
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
                 hidden.update(id(inner) for inner in ast.walk(node))
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if id(node) in hidden:
             continue
         if isinstance(node, ast.Import):
@@ -202,7 +208,7 @@ def import_lines() -> float:
     count = sum(
         (node.end_lineno or 0) - node.lineno + 1
         for tree in sources().values()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
     )
     return 100 * count / sum(len((ROOT / path).read_text().splitlines()) for path in sources())

@@ -485,7 +485,9 @@ class MiniCluster:
         """As `run`, but who is isolated stays so."""
         self.run(passing=("symptom", "exit", "restart"))
 
-    def run(self, limit: int = 5000, passing: tuple[str, ...] = ("isolation", "symptom", "exit", "restart", "hold")) -> None:
+    def run(
+        self, limit: int = 5000, passing: tuple[str, ...] = ("isolation", "symptom", "exit", "restart", "hold")
+    ) -> None:
         """Until nothing moves: agents obey, groups form, decide is quiet; in a drawn order."""
         for _ in range(limit):
             moves = self.moves()
