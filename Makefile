@@ -92,7 +92,7 @@ matrix: $(STAMP)
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_live_faults.py
 
 redteam: $(STAMP)
-	$(BIN)/pytest -m "matrix or not matrix" tests/events/test_accounts.py tests/events/test_forgery.py tests/events/test_tls.py tests/unicrond/test_authority.py tests/unicrond/test_access.py tests/unicrond/test_owners.py tests/unicrond/test_own_token.py tests/unicrond/test_connections.py tests/unicrond/test_edge_events.py tests/agents/test_passes.py tests/agents/test_floods.py tests/agents/test_memory_server.py tests/integration/test_keys.py tests/integration/test_lying_node.py
+	$(BIN)/pytest -m "matrix or not matrix" tests/events/test_accounts.py tests/events/test_forgery.py tests/events/test_tls.py tests/unicrond/test_authority.py tests/unicrond/test_access.py tests/unicrond/test_owners.py tests/unicrond/test_own_token.py tests/unicrond/test_connections.py tests/unicrond/test_edge_events.py tests/agents/test_passes.py tests/agents/test_floods.py tests/agents/test_memory_server.py tests/integration/test_keys.py tests/integration/test_lying_node.py tests/unicrond/test_entrance.py tests/integration/test_flooding_node.py
 	$(BIN)/unicron-replay fuzz --seeds 200
 
 megatron-lm: $(STAMP)

@@ -31,6 +31,7 @@ import msgspec
 from msgspec.structs import replace
 
 from unicrond.agents.protocol.messages import FromWorker
+from unicrond.events.log.entrance import Bucket
 from unicrond.events.vocabulary import (
     CorruptionSuspected,
     ErrorReported,
@@ -50,22 +51,6 @@ REPEAT_US = 1_000_000
 
 #: "pass": it goes on; "wait": it waits, as the first of its kind or not; "replace": in the place of an older one.
 Verdict: TypeAlias = Literal["pass", "wait", "replace", "drop"]
-
-
-class Bucket(msgspec.Struct, frozen=True):
-    """A bucket of `size` messages that gets one more every `every_us`. What is known of its content is one number:
-    until when what has gone out is paid for (the generic cell rate algorithm)."""
-
-    size: int
-    every_us: int
-
-    def pause_us(self, paid_us: int, now_us: int) -> int:
-        """Return how long the next message has to wait; 0: not at all."""
-        return max(0, paid_us - now_us - (self.size - 1) * self.every_us)
-
-    def paid_us(self, paid_us: int, now_us: int, count: int = 1) -> int:
-        """Return until when is paid after `count` more messages."""
-        return max(paid_us, now_us) + count * self.every_us
 
 
 _SECOND_US = 1_000_000

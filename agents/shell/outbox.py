@@ -28,6 +28,7 @@ from random import Random
 
 from msgspec.structs import replace
 
+from unicrond.events.log.entrance import PACE, PACE_KIB, kib
 from unicrond.events.log.event_log import EventLog, LogError
 from unicrond.events.vocabulary import Name, Observation, StepCommitted
 from unicrond.events.wire.codec import BadEvent, encode
@@ -50,6 +51,12 @@ class _Item:
     envelope: Envelope
     on_durable: Callable[[], None] | None
     put_s: float
+    size_bytes: int
+
+
+def _now_us() -> int:
+    """Return the event loop's time."""
+    return int(asyncio.get_running_loop().time() * 1e6)
 
 
 class Outbox:
@@ -63,6 +70,8 @@ class Outbox:
         self._capacity = capacity
         self._items: deque[_Item] = deque()
         self._under_way = 0
+        #: Until when what was sent is paid for (Bucket), by count and by KiB.
+        self._paid_us = self._paid_kib_us = 0
         self._random = Random(f"{producer} {boot}")  # its own, so that a simulation repeats itself
         self._number = 0
         self._filled = asyncio.Event()
@@ -100,13 +109,13 @@ class Outbox:
             event=event,  # type: ignore[arg-type]  # every Observation is one of AnyEvent
         )
         try:
-            encode(envelope)
+            size_bytes = len(encode(envelope))
         except BadEvent as error:
             self._lose(envelope, f"not a valid event: {error.reason}")
             return
         if len(self._items) >= self._capacity:
             self._make_room()
-        self._items.append(_Item(envelope, on_durable, time.monotonic()))
+        self._items.append(_Item(envelope, on_durable, time.monotonic(), size_bytes))
         self._empty.clear()
         self._filled.set()
 
@@ -114,6 +123,8 @@ class Outbox:
         """Append to `log` the observations that are put in, without end."""
         while True:
             await self._filled.wait()
+            if pause_us := self._pause_us():
+                await asyncio.sleep(pause_us / 1e6)
             item = self._items[0]
             self._under_way = 1
             seqs: list[int] = []
@@ -127,6 +138,7 @@ class Outbox:
             finally:
                 self._under_way = 0
             self._items.popleft()
+            self._pay(item)
             if seqs and seqs[-1] <= self.acked_seq:
                 self.on_backward()
             self.acked_seq = max([self.acked_seq, *seqs])
@@ -144,6 +156,17 @@ class Outbox:
         self._filled.clear()
         self._empty.set()
         self.acked_seq = 0
+
+    def _pause_us(self) -> int:
+        """Return how long the next observation has to wait, so that the head never takes this node for a flood."""
+        now_us = _now_us()
+        return max(PACE.pause_us(self._paid_us, now_us), PACE_KIB.pause_us(self._paid_kib_us, now_us))
+
+    def _pay(self, item: _Item) -> None:
+        """Count an observation that the log has taken."""
+        now_us = _now_us()
+        self._paid_us = PACE.paid_us(self._paid_us, now_us)
+        self._paid_kib_us = PACE_KIB.paid_us(self._paid_kib_us, now_us, kib(item.size_bytes))
 
     def _in_schema(self, envelope: Envelope) -> Envelope | None:
         """Return the envelope in the form that the coordinator can read; None where it cannot read the event."""

@@ -53,6 +53,10 @@ _BOUND = (
 )
 STOP_TIMEOUT_S = 10.0
 RELOAD_TIMEOUT_S = 10.0
+#: So much of a stream waits to be stored; more are refused, and their writers try again. So what a node that
+#: floods the server has left behind, when its login ends, is stored within a second.
+BUFFERED_MESSAGES = 1024
+BUFFERED_BYTES = 4 << 20
 #: Beside the configuration: what a client on this machine has to know of the server's TLS.
 CLIENT_FILE = "client.json"
 
@@ -257,7 +261,8 @@ class EmbeddedServer:
             f"pid_file: {quote(str(self._pid_path))}",
             f"ports_file_dir: {quote(str(self.directory))}",
             "max_payload: 1MB",
-            f"jetstream {{ store_dir: {quote(str(self.directory / 'store'))}, sync_interval: always }}",
+            f"jetstream {{ store_dir: {quote(str(self.directory / 'store'))}, sync_interval: always, "
+            f"max_buffered_msgs: {BUFFERED_MESSAGES}, max_buffered_size: {BUFFERED_BYTES} }}",
         ]
         shared = None
         if self._login is not None and self._login.user:

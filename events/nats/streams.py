@@ -18,6 +18,8 @@ NANOS = 1_000_000_000
 #: event in the log; the fold ignores it.
 DUPLICATE_WINDOW_S = 600
 BEAT_MAX_AGE_S = 600
+#: Of one node; the oldest go first. An agent sends a tenth of it in BEAT_MAX_AGE_S.
+BEATS_PER_NODE_MAX = 16_384
 #: Of the event stream: one for each of 65,536 nodes, and many readers. Without a number of its own a stream of
 #: nats-server 2.15 takes 1,000 (and -1 means that).
 MAX_CONSUMERS = 100_000
@@ -80,6 +82,7 @@ def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
         "duplicate_window": 10 * NANOS,
         "max_msg_size": HEADER_BYTES,
         "max_age": BEAT_MAX_AGE_S * NANOS,
+        "max_msgs_per_subject": BEATS_PER_NODE_MAX,
         "allow_direct": True,
     }
     return config | {"persist_mode": "async"} if replicas == 1 else config
@@ -100,6 +103,7 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
             _require_same(name, config, info["config"])
             actual_config = await _described(connection, info["config"], config["description"])
             actual_config = await _with_consumers(connection, name, actual_config, config.get("max_consumers", 0))
+            actual_config = await _with_bound(connection, name, actual_config, config.get("max_msgs_per_subject", -1))
             if config.get("persist_mode") != actual_config.get("persist_mode") and actual_config["num_replicas"] == 1:
                 logger.info(
                     "stream %s is synced to disk with each heartbeat, as older versions made it: with hundreds of "
@@ -165,6 +169,20 @@ async def _with_consumers(
         )
         return actual_config
     logger.info("stream %s: max_consumers is %d now", name, minimum)
+    return wanted_config
+
+
+async def _with_bound(connection: Connection, name: str, actual_config: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return the stream's configuration, with at most so many messages of a subject where the server allows it; -1: no
+    bound. A bound that an operator has set stays."""
+    if most < 0 or int(actual_config.get("max_msgs_per_subject", -1)) > 0:
+        return actual_config
+    wanted_config = {**actual_config, "max_msgs_per_subject": most}
+    try:
+        await api(connection, f"STREAM.UPDATE.{name}", wanted_config)
+    except (JetStreamError, PublishDenied) as error:
+        logger.warning("stream %s: messages of a node stay without a bound: %s", name, error)
+        return actual_config
     return wanted_config
 
 

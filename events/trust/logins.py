@@ -174,7 +174,8 @@ def _coordinator(inbox: str) -> Rights:
             *(f"{API}.STREAM.{verb}.{_HEADS}" for verb in ("CREATE", "INFO", "MSG.GET")),
             USER_INFO,
         ),
-        (inbox, f"$KV.{HEADS_BUCKET}.leader", OWN_BEATS_SUBJECT),
+        # Observations and heartbeats as the server hears them, to count what each node writes.
+        (inbox, f"$KV.{HEADS_BUCKET}.leader", f"{PREFIX}.obs.*.*", f"{PREFIX}.beat.*"),
     )
 
 

@@ -26,12 +26,12 @@ from unicrond.agents.core.worker_budgets import (
     BUDGETS,
     READING,
     WAITING_MAX,
-    Bucket,
     ReportDrops,
     WorkerBudget,
     WorkerHeldUp,
 )
 from unicrond.agents.protocol.messages import FromWorker, Launch
+from unicrond.events.log.entrance import Bucket
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsBeatLog
 from unicrond.events.vocabulary import (

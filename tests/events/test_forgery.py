@@ -214,7 +214,7 @@ TRIES = {
     "take n1's commands": _api(f"CONSUMER.MSG.NEXT.{EVENT_STREAM}.agent-n1", "agent-n1"),
     "hear n2's commands": Try("unicron.v1.command.n2.*", None, ("operator",)),
     "hear decisions": Try("unicron.v1.decision.*.*", None, ("operator",)),
-    "hear n2's beats": Try("unicron.v1.beat.n2", None, ("operator", "agent-n2")),
+    "hear n2's beats": Try("unicron.v1.beat.n2", None, ("coordinator", "operator", "agent-n2")),
     "hear n2's requests for logs": Try("unicron.v1.logs.n2", None, ("operator", "agent-n2")),
     "hear answers about logs": Try("unicron.v1.logged.*.*", None, ("operator", "api")),
     "hear the coordinator's beats": Try("unicron.v1.beat.coordinator", None, ("operator", "coordinator")),

@@ -8,6 +8,7 @@ import pytest
 from tests.replay.test_story import accounts_of
 from tests.replay.test_verify import verify
 from tests.unicrond.cluster import MiniCluster, members
+from tests.unicrond.test_brakes import break_gpu, held, isolated
 from tests.unicrond.test_deaf_head import returned
 from tests.unicrond.test_departures import of
 from tests.unicrond.test_liveness import NAMES, Bus, node
@@ -472,3 +473,22 @@ def test_every_decision_around_an_outage_is_made_again_by_its_log(seed: int) -> 
     cluster.run()
     cluster.assert_whole()
     verify(cluster.log)
+
+
+def test_awaited_nodes_count_for_no_brake() -> None:
+    """A rack without power keeps no bad node in service, and of the others no more may be out than of any cluster."""
+    cluster, _ = held_outage(1, spares=("d0", "d1", "d2", "d3", "d4"))
+    for name in ("b0", "b1", "b2"):
+        break_gpu(cluster, name)
+    assert isolated(cluster) == ["b0", "b1"] and held(cluster) == ["b2"]
+    (told,) = of(cluster, v.DecisionHeld, 0)
+    assert told.detail == "2 of 11 nodes are out (policy.isolated_share: 0.25)"
+
+
+def test_nodes_whose_wait_is_over_count_as_lost() -> None:
+    cluster, _ = held_outage(1, spares=("d0", "d1", "d2", "d3", "d4"))
+    assert cluster.pass_deadlines("outage")
+    cluster.run()
+    break_gpu(cluster, "b0")
+    break_gpu(cluster, "b1")
+    assert isolated(cluster) == ["b0"] and held(cluster) == ["b1"]

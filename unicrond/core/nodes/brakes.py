@@ -3,7 +3,9 @@
 Rules
 -----
 * At most `isolations_per_hour` nodes are isolated within an hour, and at most `isolated_share` of the nodes are out at
-  once. Out is what is isolated or lost. One node may be isolated in any cluster, however small.
+  once. Out is what is isolated or lost. Nodes that are lost together, while they are awaited (outages.py), count
+  neither as out nor as there: a rack without power does not keep a bad node in service, and of what is left the same
+  share may go. One node may be isolated in any cluster, however small.
 * Of one task at most `evictions_per_hour` workers are given up on suspicion within an hour: they hang, their group
   breaks again and again, a link of their node is silent. Those that go together, within ROUND_US, are one. The limit is
   a task's own: one whose workers are suspected without end keeps none from healing.
@@ -82,7 +84,8 @@ def isolation_limit(state: ClusterState, node: str, companions: Sequence[str] = 
     if recent >= brakes.isolations_per_hour:
         detail = f"{recent} were isolated within an hour (policy.isolations_per_hour: {brakes.isolations_per_hour})"
         return BrakeLimit("isolations_per_hour", detail)
-    present = [peer for peer in state.nodes.values() if peer.status is not NodeStatus.LEFT]
+    awaited = {name for outage in state.outages.values() if not outage.is_over for name in outage.away}
+    present = [p for p in state.nodes.values() if p.status is not NodeStatus.LEFT and p.name not in awaited]
     isolations = {peer.name for peer in present if peer.isolation.active and not peer.cordon.active} | {*companions}
     losses = {peer.name for peer in present if peer.status is NodeStatus.LOST and not peer.cordon.active}
     out = (isolations | losses) - {node}

@@ -46,6 +46,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "logins-stale": "NATS does not know the newest logins",
         "logins-shared": "NATS accepts a login that may do everything",
         "message-unreadable": "a part of the cluster wrote what this head cannot read",
+        "node-floods": "a node writes far more to the log than an agent does",
         "node-isolated": "a node gets no workers",
         "node-lost": "a node is silent",
         "node-repair": "a node's hardware waits for a person",

@@ -184,8 +184,11 @@ async def _links(
     await create_streams(connection, replicas=config.nats.replicas)
     if not config.has_keys:
         await forget_restored_readers(connection)
+    watching = await connections.enter_async_context(
+        _connected(url, login_as(config, Role.COORDINATOR), "unicrond-entrance", status)
+    )
     lease = await _lease(connection, config, orders)
-    return Links(connection, asking, server, lease, this_process(config.api_address))
+    return Links(connection, asking, watching, server, lease, this_process(config.api_address))
 
 
 async def _lease(connection: Connection, config: Config, orders: Orders) -> NatsLease | None:

@@ -48,6 +48,7 @@ from unicrond.service.head.exporters import Exporters
 from unicrond.service.head.side_jobs import Job, SideJobs
 from unicrond.service.head.startup import StartupStatus
 from unicrond.service.trust.certificates import Certificates
+from unicrond.service.trust.fuses import Fuses
 from unicrond.service.trust.membership_certificates import Warrants
 from unicrond.service.trust.node_logins import NodeLogins, remembered
 
@@ -67,11 +68,13 @@ class Orders(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The connections of a head. `asking`: of the API's login. `server`: None where it is not ours. `lease`: None where
-    this login may not use it. `me`: this process in it."""
+    """The connections of a head. `asking`: of the API's login. `watching`: on which the entrance is watched; a flood
+    may end it. `server`: None where it is not ours. `lease`: None where this login may not use it. `me`: this process
+    in it."""
 
     connection: Connection
     asking: Connection
+    watching: Connection
     server: EmbeddedServer | None
     lease: NatsLease | None
     me: Holder
@@ -89,6 +92,7 @@ class HeadParts:
         self._certificates = certificates
         self.side_jobs, self.connections = SideJobs(), ApiConnections(connections_max())
         self._logins: NodeLogins | None = None
+        self._fuses = Fuses(self._state, CLOCK.monotonic_us, fuse_obstacle(config, links.server))
         self.known_log = KnownLog(Path(config.state_dir))
         live = asyncio.Event()
         appends = AppendTimes(time.monotonic)
@@ -123,9 +127,11 @@ class HeadParts:
         self.life = LogLife(config, self.coordinator, lambda: self.probe.info, appends, time.monotonic)
 
     def logins(self, api: Api) -> dict[str, Job]:
-        """Return the jobs that keep logins with keys as the log says: who may log in, and what each agent may read."""
+        """Return the jobs at the entrance: the watch over floods, and with keys what keeps logins as the log says: who
+        may log in, and what each agent may read."""
+        entrance = partial(self._fuses.watch, self._links.watching)
         if self._consumers is None:
-            return {}
+            return {"entrance": entrance}
         self._logins = NodeLogins(
             self._roles,
             self._links.server,
@@ -134,10 +140,12 @@ class HeadParts:
             api.ask,
             CLOCK.wall_us,
             self.coordinator.live.is_set,
+            fuses=self._fuses,
             has_shared=self._config.nats.shared is not None,
         )
         return {
             "consumers": partial(self._once_folded, self._consumers.run),
+            "entrance": entrance,
             "logins": partial(self._once_folded, self._logins.run),
         }
 
@@ -179,6 +187,7 @@ class HeadParts:
         lines = [*self.probe.alarms(), *self.life.alarms(), *self.side_jobs.alarms(), *self.connections.alarms()]
         if self._logins is not None:
             lines += self._logins.alarms()
+        lines += self._fuses.alarms()
         lines += [*self.exporters.alarms(), *unsaved_alarms(self.coordinator.state)]
         lines += outage_alarms(self.coordinator.state)
         lines += hold_alarms(self.coordinator.state)
@@ -206,6 +215,15 @@ def server_of(config: Config, roles: list[User], status: StartupStatus, lease: S
         waits=status.say,
         sha256=config.nats.server_sha256,
     )
+
+
+def fuse_obstacle(config: Config, server: EmbeddedServer | None) -> str:
+    """Return why this head cannot end the login of a node that floods the log; "" where it can."""
+    if not config.has_keys:
+        return "NATS asks for no keys (nats.auth); find the process and end it"
+    if server is None:
+        return "the NATS servers are your own: take the node's key off their list (unicrond nats-config), reload them"
+    return "NATS accepts the shared login too (nats.auth: migrate)" if config.nats.shared is not None else ""
 
 
 def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:

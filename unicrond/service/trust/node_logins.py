@@ -5,6 +5,7 @@ Rules
 * People enrol and revoke nodes by requests that stand in the log; the state lists the nodes' keys. This tells the
   server, at once and without a restart, and keeps the list in a file beside the server's store: a server that starts
   before the log is folded lets in who was let in before.
+* The login of a node that floods the log ends at once, before the log says so (fuses.py).
 * A login that was never used ends after its time: this asks for it, by a request like a person's.
 * The head that has the server tells it, whether it leads or stands by; the one that leads asks.
 * On a NATS server of one's own the list is the operator's (`unicrond nats-config`); here nothing is told to it.
@@ -13,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +26,7 @@ from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
 from unicrond.events.nats.server import ServerError
 from unicrond.events.trust.logins import BadLogin, User, agent_login
 from unicrond.events.vocabulary import NodeRevoked
+from unicrond.service.trust.fuses import Fuses
 
 log = logging.getLogger("unicrond")
 
@@ -42,7 +45,7 @@ class NodeLogins:
     """Keeps the server's logins as the log says. `roles`: the logins that are no agents'. `server`: None where it is
     not ours. `ask`: append a request.
 
-    `has_shared`: NATS still accepts the shared login too, which may do everything.
+    `fuses`: which logins end at once. `has_shared`: NATS still accepts the shared login too, which may do everything.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class NodeLogins:
         now_us: Callable[[], int],
         leads: Callable[[], bool] = lambda: True,
         *,
+        fuses: Fuses,
         has_shared: bool = False,
     ) -> None:
         self._roles = tuple(roles)
@@ -64,6 +68,7 @@ class NodeLogins:
         self._ask = ask
         self._now_us = now_us
         self._leads = leads
+        self._fuses = fuses
         self._has_shared = has_shared
         self._previous_alarms: list[Alarm] = []
         #: Why the server's list is not the log's; "" where it is.
@@ -74,16 +79,23 @@ class NodeLogins:
         current: Mapping[str, NodeLogin] | None = None
         ended: list[NodeLogin] = []
         while True:
+            self._fuses.flooded.clear()
             logins = self._state().logins
-            if logins is not current and await self._tell(logins):
+            floods = self._fuses.look() if self._leads() else {}
+            if (floods or logins is not current) and await self._tell(logins):
                 current = logins
+            for node, reason in floods.items():
+                log.error("the login of node %s ends: %s", node, reason)
+                await self._ask(NodeRevoked(node=node, reason=reason))
             for node in expired(logins, self._now_us()) if self._leads() else ():
                 if logins[node] not in ended:  # else it is asked for
                     ended.append(logins[node])
                     log.warning("the key of node %s was not used in time: it ends", node)
                     await self._ask(NodeRevoked(node=node, reason="the key was not used in time"))
             self._say()
-            await asyncio.sleep(LOOK_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._fuses.flooded.wait()
 
     def alarms(self) -> list[Alarm]:
         """Return what a person has to do about logins."""
@@ -100,7 +112,9 @@ class NodeLogins:
         self._previous_alarms = alarms
 
     async def _tell(self, logins: Mapping[str, NodeLogin]) -> bool:
-        users = [User(agent_login(node), login.key) for node, login in logins.items()]
+        users = [
+            User(agent_login(node), login.key) for node, login in logins.items() if not self._fuses.has_blown(node)
+        ]
         if self._server is None:
             return True
         try:
