@@ -193,10 +193,9 @@ def login_of(options: argparse.Namespace) -> Login:
         raise UsageError("--user: give --user and --password-file together")
     if options.tls_key and not options.tls_cert:
         raise UsageError("--tls-key: give --tls-cert too")
-    password = options.password_file.read_text().strip() if options.password_file else None
     return Login(
         user=options.user,
-        password=password,
+        password_file=options.password_file,
         key=options.key,
         creds=options.creds,
         nkey_seed=options.nkey_seed,

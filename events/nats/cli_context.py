@@ -26,7 +26,7 @@ def context(url: str, login: Login) -> dict[str, str]:
         "description": "unicrond's event log",
         "url": url,
         "user": login.user or "",
-        "password": login.password or "",
+        "password": next(iter(login.passwords()), ""),
         "nkey": paths["nkey"],
         "creds": paths["creds"],
         "ca": paths["tlsca"],

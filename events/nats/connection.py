@@ -11,6 +11,8 @@ Rules
   publisher repeats its message ids.
 * `NATS errors never raise here`: a request that got no answer raises `NoReply`, which means "unknown,
   try again", never "no". Only `PublishDenied` says no: this login may not ask; its rights may still change.
+* What the connection presents is read anew for each session; a session that stands moves to what has changed, and what
+  waits on it repeats (credentials.py). While no name server answers, the last address is tried (addresses.py).
 * Waits between attempts are drawn at random: thousands of clients that lost one server do not come back as one.
 """
 
@@ -23,31 +25,32 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from unicrond.events.host.backoff import RETRY_DELAY_S
 from unicrond.events.host.backoff import Backoff as Backoff
 from unicrond.events.log.event_log import LogError, LogUnavailable
+from unicrond.events.nats.addresses import Addresses
+from unicrond.events.nats.client import NatsClient, NoLogins, NoTls, Sink, describe
+from unicrond.events.nats.credentials import CredentialHistory
+from unicrond.events.nats.login import ConnectArguments, refusal, tls_trouble
 from unicrond.events.nats.login import Login as Login
-from unicrond.events.nats.login import refusal, tls_trouble
 from unicrond.events.nats.request_reply import Inquiry
 from unicrond.events.nats.request_reply import NoReply as NoReply
 from unicrond.events.nats.request_reply import PublishDenied as PublishDenied
 from unicrond.events.nats.request_reply import ReplyTimeout as ReplyTimeout
 from unicrond.events.trust.accounts import client_name
-from unicrond.events.trust.keys import BadKey
-from unicrond.events.trust.tls import BadCa
 
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 3.0
 PING_INTERVAL_S = 5
-CLOSE_S = 1.0
+#: How often a standing session looks at the files of its login, and tries again what the server has refused.
+LOOK_EVERY_S = 1.0
+MOVE_AGAIN_S = 5.0
 #: The message of a server that refuses to publish on a subject.
 _DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
 
@@ -56,81 +59,10 @@ class LoginRefused(LogUnavailable):
     """The server refuses this login; the text says why, and the fix."""
 
 
-class NoTls(nats.errors.Error):  # type: ignore[misc]
-    """The server offers no TLS, and its client was told to use it."""
-
-    def __str__(self) -> str:
-        return "NATS offers no TLS there, but a CA was given: check the address, or leave the CA out"
-
-
-class NoLogins(nats.errors.Error):  # type: ignore[misc]
-    """The server lets everybody in, and its client was told to use none such."""
-
-    def __str__(self) -> str:
-        return (
-            "NATS asks for no login there, so whoever reaches it may order this agent to run code as the users of "
-            "--run-as: have the head use keys (remove auth: off; unicrond enroll), or start without --run-as"
-        )
-
-
-#: Takes subject, reply subject, body and headers (with their first line) of one message, as they came.
-Sink = Callable[[bytes, bytes, bytes, bytes], None]
-
-
-class _Client(Client):  # type: ignore[misc]
-    """nats-py's client with two short cuts, which make reading a log three times as fast: a header parser that does
-    not walk every character, and subscriptions whose messages go to a sink as they come, headers unparsed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sinks: dict[int, Sink] = {}
-        self.wants_tls = self.wants_logins = False
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and self.wants_tls:
-            if not (info.get("tls_required") or info.get("tls_available")):
-                raise NoTls
-            info["tls_required"] = True  # nats-py goes on in clear where it is not said
-        if initial_connection and self.wants_logins and not info.get("auth_required"):
-            raise NoLogins
-        await super()._process_info(info, initial_connection)
-
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        sink = self.sinks.get(sid)
-        if sink is None:
-            await super()._process_msg(sid, subject, reply, data, headers)
-        else:
-            sink(subject, reply, data, headers or b"")
-
-    async def give_up(self) -> None:
-        """Close the socket, and ignore what nats-py raises meanwhile.
-
-        Where a TLS handshake has failed, nats-py waits without end for a transport that is gone.
-        """
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                await self.close()
-        except Exception as error:
-            logger.debug("closing a NATS connection: %s", _describe(error))
-        finally:
-            if self._transport is not None:  # nats-py leaves it open where its own closing is interrupted
-                self._transport.close()
-
-    @staticmethod
-    def _parse_header_lines(raw: bytes) -> dict[str, str]:
-        headers = {}
-        for line in bytes(raw).decode("utf-8", "replace").split("\r\n"):
-            name, colon, value = line.partition(":")
-            if colon:
-                headers[name.strip()] = value.strip()
-        return headers
-
-
 class Session:
     """One TCP connection and the requests that wait on it. Made by `Connection` only."""
 
-    def __init__(self, client: _Client, *, makes_consumers: bool = True) -> None:
+    def __init__(self, client: NatsClient, *, makes_consumers: bool = True) -> None:
         """Create a session over a connected client. `makes_consumers`: the login may make consumers."""
         self.client = client
         self.makes_consumers = makes_consumers
@@ -178,7 +110,7 @@ class Session:
         except nats.errors.MaxPayloadError:
             raise LogError(f"{subject}: {len(body)} bytes exceed the server's max_payload; raise that limit") from None
         except (nats.errors.Error, OSError) as error:
-            raise NoReply(f"{subject}: {_describe(error)}") from None
+            raise NoReply(f"{subject}: {describe(error)}") from None
 
     async def subscribe_raw(self, subject: str, sink: Sink) -> Subscription:
         """Give each message on `subject` to `sink`, in order, at once."""
@@ -228,7 +160,7 @@ def parse_headers(raw: bytes) -> tuple[str, dict[str, str]]:
     """
     first, _, rest = raw.partition(b"\r\n")
     status, _, description = first.decode("utf-8", "replace").removeprefix("NATS/1.0").strip().partition(" ")
-    parsed = _Client._parse_header_lines(rest)
+    parsed = NatsClient._parse_header_lines(rest)
     return status, {**parsed, "Description": description} if description else parsed
 
 
@@ -242,6 +174,9 @@ class Connection:
         self._urls = list(urls)
         self._name = name
         self._login = login
+        self._credentials = CredentialHistory(login)
+        self._addresses = Addresses(urls)
+        self._is_refused = False
         self._session: Session | None = None
         self._changed = asyncio.Event()
         self._closed = False
@@ -358,26 +293,71 @@ class Connection:
             begin = time.monotonic()
             while (session := await self._open_session()) is None:
                 await backoff.wait_after(LogError(self._reason))
-            self._session = session
-            self._logged_reason = self._refusal = ""
-            self._announce()
             logger.info("connected to NATS at %s after %.2f s", self.urls, time.monotonic() - begin)
-            try:
-                await session.disconnected.wait()
-            finally:
-                self._session = None
-                await session.close()
+            while session is not None:
+                self._session = session
+                self._logged_reason = self._refusal = ""
+                self._announce()
+                replacement = None
+                try:
+                    replacement = await self._replacement(session)
+                finally:
+                    self._session = replacement
+                    await session.close()
+                session = replacement
             logger.warning("lost the connection to NATS at %s; reconnecting", self.urls)
 
-    async def _open_session(self) -> Session | None:
+    async def _replacement(self, session: Session) -> Session | None:
+        """Wait until the session is lost, and return None; or until the login's files have changed and the server
+        accepts what they hold, and return a session with that."""
+        pause_s = LOOK_EVERY_S
+        while not await _is_set_within(session.disconnected, pause_s):
+            pause_s = LOOK_EVERY_S
+            if self._login.files and self._credentials.has_changed():
+                replacement = await self._open_session(is_replacement=True)
+                self._refusal = ""
+                if replacement is not None:
+                    with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
+                        await replacement.client.flush(REQUEST_TIMEOUT_S)  # it hears all before the other one ends
+                    logger.info("the login to NATS has changed, and is in use")
+                    return replacement
+                pause_s = MOVE_AGAIN_S
+        return None
+
+    async def _open_session(self, *, is_replacement: bool = False) -> Session | None:
+        """Open a session with what the login's files hold, else with what worked last; return None where the server
+        accepts neither. `is_replacement`: one with the latter stands."""
         self._has_reason = False
-        client = _Client()
+        choices: list[ConnectArguments] = []
         try:
-            options = self._login.options()
-            client.wants_logins = self._login.is_for_locked_servers
-            client.wants_tls = "tls" in options or any(url.startswith("tls:") for url in self._urls)
+            choices = self._credentials.load()
+        except (ValueError, OSError) as error:
+            await self._on_error(error)
+        for credentials in [*choices, *([] if is_replacement else self._credentials.previous())]:
+            self._is_refused = False
+            session = await self._open_session_with(credentials)
+            if session is not None:
+                self._credentials.accept(credentials)
+                if credentials not in choices:
+                    logger.warning(
+                        "NATS does not accept what the files of the login hold now: the previous one is used"
+                    )
+                return session
+            if not self._is_refused:  # by nobody: other credentials change nothing
+                return None
+        return None
+
+    async def _open_session_with(self, credentials: ConnectArguments) -> Session | None:
+        client = NatsClient()
+        arguments = dict(credentials.arguments)
+        client.wants_logins = self._login.is_for_locked_servers
+        client.wants_tls = "tls" in arguments or any(url.startswith("tls:") for url in self._urls)
+        try:
+            servers = await self._addresses.servers()
+            if servers.tls_name:
+                arguments.setdefault("tls_hostname", servers.tls_name)
             await client.connect(
-                servers=self._urls,
+                servers=servers.urls,
                 name=self._name,
                 allow_reconnect=False,
                 # With 1, a server that refuses is tried twice, then it is our turn to back off.
@@ -387,34 +367,34 @@ class Connection:
                 ping_interval=PING_INTERVAL_S,
                 max_outstanding_pings=2,
                 error_cb=self._on_error,
-                **options,
+                **arguments,
             )
-            session = Session(client, makes_consumers=self._login.makes_consumers)
+            session = Session(client, makes_consumers=credentials.makes_consumers)
             await session.start()
             for subject, handler in self._subscriptions.items():
                 await client.subscribe(subject, cb=handler)
-        except (nats.errors.Error, OSError, TimeoutError, AssertionError, BadKey, BadCa) as error:
+        except (nats.errors.Error, OSError, TimeoutError, AssertionError, ValueError) as error:
             await self._on_error(error)
             await client.give_up()
             return None
         except asyncio.CancelledError:
             await client.give_up()
             raise
+        self._addresses.note_connected(*client.endpoint)
         return session
 
     async def _on_error(self, error: Exception) -> None:
         """Record whatever nats-py reports. Must not raise: that would kill the reader."""
-        text = client_name(_describe(error))
-        if isinstance(error, BadKey | BadCa | NoTls | NoLogins):
-            explanation = str(error)
-        else:
-            explanation = refusal(text, self._login) or tls_trouble(error, self._login)
+        text = client_name(describe(error))
+        is_plain = isinstance(error, ValueError | NoTls | NoLogins) and not isinstance(error, OSError)  # BadKey, BadCa
+        explanation = str(error) if is_plain else refusal(text, self._login) or tls_trouble(error, self._login)
         denial = _DENIED.search(text)
         is_handled = denial is not None and self._session is not None and self._session.deny(denial[1].lower())
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
         if not self._has_reason:
             self._reason, self._has_reason = explanation or text, True
         self._refusal = explanation or self._refusal
+        self._is_refused |= bool(explanation) and not isinstance(error, NoTls | NoLogins)
         # _keep reports an outage. The rest (permissions!) is reported here, but not the same every second.
         if explanation or not isinstance(
             error, OSError | nats.errors.UnexpectedEOF | TimeoutError | nats.errors.NoServersError
@@ -442,6 +422,9 @@ async def connect(
     return connection
 
 
-def _describe(error: BaseException) -> str:
-    """Return the error's type and text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for the event, at most so long; return whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()

@@ -8,7 +8,9 @@ import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from nats.aio.client import RawCredentials
 
 from unicrond.events.trust.keys import BadKey, Key, read_key
 from unicrond.events.trust.logins import Role, inbox_prefix, role_of
@@ -18,19 +20,28 @@ from unicrond.events.trust.tls import client_context, trouble
 _REFUSED = re.compile(r"authorization (violation|failed)|authentication (expired|revoked|timeout)", re.IGNORECASE)
 
 
+class ConnectArguments(NamedTuple):
+    """What to present to a server. `arguments`: of nats.connect. `makes_consumers`: the login may make consumers."""
+
+    arguments: dict[str, Any]
+    makes_consumers: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
     """A login to a server; all empty for an open server on loopback.
 
     `key` is the path of a key of ours (keys.py): the login has the rights of its role, and no others (logins.py).
-    `creds` and `nkey_seed`, for logins of others, are paths of files. `tls_ca` is the path of a CA certificate and
-    turns TLS on, as a key does that carries one. `tls_cert`, `tls_key`: the client's own certificate, where servers
-    want one; a key may carry that too. `tls_name`: the name that the server's certificate must have; None: its host.
-    `is_for_locked_servers`: a server that lets everybody in is refused.
+    `creds` and `nkey_seed`, for logins of others, are paths of files. `password_file` holds a password on each line: an
+    embedded server takes the first, a client tries each in turn. `tls_ca` is the path of a CA certificate and turns TLS
+    on, as a key does that carries one. `tls_cert`, `tls_key`: the client's own certificate, where servers want one; a
+    key may carry that too. `tls_name`: the name that the server's certificate must have; None: its host.
+    `is_for_locked_servers`: a server that lets everybody in is refused. Files are read whenever credentials are wanted.
     """
 
     user: str | None = None
     password: str | None = None
+    password_file: Path | None = None
     key: Path | None = None
     creds: Path | None = None
     nkey_seed: Path | None = None
@@ -41,19 +52,38 @@ class Login:
     is_for_locked_servers: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Return keyword arguments for nats.connect. Raise BadKey, BadCa."""
+        """Return keyword arguments for nats.connect. Raise BadKey, BadCa, OSError."""
+        return self.credentials()[0].arguments
+
+    def credentials(self) -> list[ConnectArguments]:
+        """Read what to present, in the order in which it is to be tried. Raise BadKey, BadCa, OSError."""
         key = read_key(self.key) if self.key else None
+        jwt = self.key if key and key.has_jwt else self.creds
+        seed = key.seed if key and not key.has_jwt else None
         arguments: dict[str, Any] = {
-            "nkeys_seed_str": key.seed if key and not key.has_jwt else None,
+            "nkeys_seed_str": self.nkey_seed.read_text().strip() if self.nkey_seed else seed,
             "inbox_prefix": inbox_prefix(key.login) if key else None,
             "user": self.user,
-            "password": self.password,
-            "user_credentials": str(self.key if key and key.has_jwt else self.creds or "") or None,
-            "nkeys_seed": str(self.nkey_seed) if self.nkey_seed else None,
+            "user_credentials": RawCredentials(jwt.read_text()) if jwt else None,
             "tls": self._context(key),
             "tls_hostname": self.tls_name,
         }
-        return {name: value for name, value in arguments.items() if value is not None}
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        makes_consumers = key is None or role_of(key.login)[0] is not Role.READER
+        passwords = [{"password": password} for password in self.passwords()] or [{}]
+        return [ConnectArguments({**arguments, **password}, makes_consumers) for password in passwords]
+
+    def passwords(self) -> list[str]:
+        """Read the passwords, the newest first. Raise OSError."""
+        if self.password_file is None:
+            return [self.password] if self.password else []
+        return [line.strip() for line in self.password_file.read_text().splitlines() if line.strip()]
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files that hold the credentials."""
+        paths = (self.password_file, self.key, self.creds, self.nkey_seed, self.tls_ca, self.tls_cert, self.tls_key)
+        return [path for path in paths if path is not None]
 
     def _context(self, key: Key | None) -> ssl.SSLContext | None:
         ca = key.nats_ca if key and self.tls_ca is None else ""
@@ -63,11 +93,6 @@ class Login:
         if certificate is None and key is not None and key.nats_ca and key.has_certificate:
             certificate = self.key
         return client_context(self.tls_ca, ca_pem=ca, certificate=certificate, key=certificate_key)
-
-    @property
-    def makes_consumers(self) -> bool:
-        """Say whether it may make consumers to read a stream. Raise BadKey."""
-        return self.key is None or role_of(read_key(self.key).login)[0] is not Role.READER
 
 
 def refusal(text: str, login: Login) -> str:

@@ -92,7 +92,7 @@ class EmbeddedServer:
     ) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"port: expected 0 to 65535, got {port}")
-        if not _is_loopback(host) and users is None and (login is None or not login.user or not login.password):
+        if not _is_loopback(host) and users is None and not (login and login.user and login.passwords()):
             raise ValueError(f"host: {host} is not loopback; give login a user and a password, or use 127.0.0.1")
         self.directory = directory.resolve()
         self.host = host
@@ -266,7 +266,7 @@ class EmbeddedServer:
         ]
         shared = None
         if self._login is not None and self._login.user:
-            shared = (self._login.user, self._login.password or "")
+            shared = (self._login.user, next(iter(self._login.passwords()), ""))
         lines += server_accounts(self._users, shared)
         if self._tls is not None:
             lines += tls_lines(self._tls)

@@ -150,7 +150,9 @@ def test_configuration_selects_login_method(tmp_path: Path) -> None:
     assert not replace(given(), auth="off").has_keys and replace(given(**wide), auth="off").has_keys
     assert given(**wide).has_keys and given(**wide).nats.shared is None
     for migrating in (given(**wide, **shared), given(**shared)):
-        assert migrating.has_keys and migrating.nats.shared is not None and migrating.nats.shared.password == "secret"
+        assert (
+            migrating.has_keys and migrating.nats.shared is not None and migrating.nats.shared.passwords() == ["secret"]
+        )
     assert given(**wide, **shared, auth="keys").nats.shared is None
     assert not given(url="nats://a:1", **shared).has_keys
     assert login_as(given(url="nats://a:1", auth="keys", keys="/k"), Role.API).key == Path("/k/api.key")

@@ -380,7 +380,7 @@ def login(nats: NatsConfig) -> Login:
     """Return how to log in to NATS without a key."""
     return Login(
         user=nats.user or None,
-        password=read_secret(nats.password_file) if nats.password_file else None,
+        password_file=Path(nats.password_file) if nats.password_file else None,
         creds=Path(nats.creds) if nats.creds else None,
         nkey_seed=Path(nats.nkey_seed) if nats.nkey_seed else None,
         tls_ca=Path(nats.tls_ca) if nats.tls_ca else None,

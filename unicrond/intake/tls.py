@@ -72,12 +72,3 @@ def expected_name(files: Files, host: str) -> str:
     if not names:
         raise BadTls(f"{files.cert}: names no host; its certificate needs the head's names (subjectAltName)")
     return host if host in names else names[0]
-
-
-def file_state(path: Path) -> tuple[int, int, int] | None:
-    """Return values that change whenever the file does; None if it cannot be reached."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -18,9 +18,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from unicrond.core.state.alarms import Alarm
+from unicrond.events.host.file_versions import FileVersion, file_version
 from unicrond.events.nats.server import ServerError
 from unicrond.events.trust.certificates import BadCertificate, first_certificate
-from unicrond.intake.tls import BadTls, Files, file_state
+from unicrond.intake.tls import BadTls, Files
 
 log = logging.getLogger("unicrond")
 
@@ -122,5 +123,5 @@ class Certificates:
         self._previous_alarms = alarms
 
 
-def _versions_of(files: Files) -> list[tuple[int, int, int] | None]:
-    return [file_state(path) for path in files]
+def _versions_of(files: Files) -> list[FileVersion | None]:
+    return [file_version(path) for path in files]

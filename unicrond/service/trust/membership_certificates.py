@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from unicrond.events.host.file_versions import file_version
 from unicrond.events.log.subjects import WARRANT_HEADER
 from unicrond.events.trust import membership_digest as roster
 from unicrond.events.trust.certificates import BadCertificate
@@ -16,7 +17,6 @@ from unicrond.events.trust.signing import Signer
 from unicrond.events.vocabulary import MembershipDecided, MembershipPart
 from unicrond.events.vocabulary.placements import PartialMembership, add_part, broadcast_seats
 from unicrond.events.wire.envelope import Envelope
-from unicrond.intake.tls import file_state
 
 
 def _now() -> datetime:
@@ -30,7 +30,7 @@ class Warrants:
     def __init__(self, cert: Path, now: Callable[[], datetime] = _now) -> None:
         self._cert = cert
         self._now = now
-        self._file_version = file_state(cert)
+        self._file_version = file_version(cert)
         self._signer = Signer(cert.read_bytes())
         self._tellings: dict[str, PartialMembership | None] = {}
 
@@ -52,7 +52,7 @@ class Warrants:
 
     def _look(self) -> None:
         """Sign with the newest certificate; certificates.py says what is wrong with one that cannot be used."""
-        version = file_state(self._cert)
+        version = file_version(self._cert)
         if version == self._file_version:
             return
         self._file_version = version
