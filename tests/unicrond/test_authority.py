@@ -15,7 +15,7 @@ from tests.unicrond.cluster import MiniCluster
 from unicrond.core.deciding.batch import STRAY_STOPS_MAX
 from unicrond.core.fold import fold
 from unicrond.core.rules.authority import AUTHORITY
-from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Task, TaskStatus, WorkerStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.page.attention import state_alarms
@@ -173,6 +173,27 @@ def test_lost_worker_that_met_its_group_unheard_is_no_liar() -> None:
     event = v.CheckpointSaved(node="n0", task="a", worker=name, iteration=3, path="/c/3", size_bytes=1, duration_us=1)
     cluster.say(cluster.hosts["n0"], event)
     assert cluster.state.tasks["a"].progress == before.tasks["a"].progress
+    assert cluster.state.refused_observations == before.refused_observations
+
+
+def test_lead_that_went_on_alone_neither_ends_the_task_nor_lies() -> None:
+    """It was cut off, and has done all iterations; meanwhile others have gone on without it, and committed."""
+    cluster = MiniCluster(3)
+    for number in range(2):
+        cluster.add_host(f"n{number}")
+    cluster.submit("a", min_workers=1, max_workers=1, iterations=1000)
+    cluster.run()
+    cluster.train("a", 3)
+    (old,) = cluster.state.tasks["a"].workers.values()
+    cluster.lose(cluster.hosts[old.node])
+    cluster.run()
+    cluster.train("a", 3)
+    cluster.run()
+    before = cluster.state
+    assert before.tasks["a"].workers[old.worker].status is WorkerStatus.LOST
+    end = v.TaskCompleted(node=old.node, task="a", worker=old.worker, iteration=1000, loss=1.0, params_digest="a" * 64)
+    cluster.say(cluster.hosts[old.node], end)
+    assert cluster.state.tasks["a"] == before.tasks["a"]
     assert cluster.state.refused_observations == before.refused_observations
 
 

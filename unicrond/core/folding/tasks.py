@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unicrond.core.rules.authority import leads_end
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.state.task_parts import Copies, Numbers, Pace, Reshaping, TaskProgress
@@ -97,6 +98,8 @@ def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> 
     """Complete the active task: it has done all its iterations, or those that it was to do before its stop."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE or event.worker not in task.workers:
+        return state
+    if not leads_end(task, event):
         return state
     reason = f"all {event.iteration} iterations are committed"
     if task.ending.stop and event.iteration < task.spec.iterations:

@@ -49,9 +49,16 @@ def _lead_of_steps(task: Task, event: v.StepCommitted) -> str:
 
 
 def _lead_of_end(task: Task, event: v.TaskCompleted) -> str:
-    if task.status is not TaskStatus.ACTIVE:
-        return ""
+    worker = task.workers.get(event.worker)
+    if task.status is not TaskStatus.ACTIVE or (worker is not None and worker.status is WorkerStatus.LOST):
+        return ""  # outdated, and without effect: see `leads_end`
     return _unless_lead(task, event, task.progress.committed_generation)
+
+
+def leads_end(task: Task, event: v.TaskCompleted) -> bool:
+    """Return whether the worker may complete the task: the lead of the newest generation that committed, or of a later
+    one. One that was cut off may have done all iterations alone, after others went on without it."""
+    return not _unless_lead(task, event, task.progress.committed_generation)
 
 
 def _unless_lead(task: Task, event: v.WorkerObservation, since_generation: int) -> str:
