@@ -74,6 +74,41 @@ def test_task_exceeds_its_maximum_only_while_it_hands_its_state_over() -> None:
     assert [member.node for member in members(cluster.state)] == ["n4", "n5"] and is_unblamed(cluster)
 
 
+def test_node_whose_announced_end_is_over_is_gone() -> None:
+    """No head was there to see three nodes go; the next one gives no membership to their workers, and to wait for their
+    silence is not needed."""
+    cluster = training()
+    gone = list(cluster.hosts.values())
+    for host in gone:
+        cluster.say(host, v.NodeLeaving(node=host.name, grace_us=22 * SECOND_US, reason="its agent was asked to end"))
+    for host in gone:
+        cluster.kill_host(host)
+    cluster.now_us += 540 * SECOND_US
+    for name in ("n4", "n5"):
+        cluster.add_host(name)
+    cluster.take_over()
+    cluster.run()
+    assert [lost.node for lost in said(cluster, v.NodeLost)] == ["n1", "n2", "n3"]
+    assert said(cluster, v.NodeLost)[0].reason == "the end that its agent announced is over since 518 s"
+    assert max(sum(run.count for run in decided.seats) for decided in said(cluster, v.MembershipDecided)[1:]) == 2
+    assert [member.node for member in members(cluster.state)] == ["n4", "n5"] and is_unblamed(cluster)
+
+
+def test_node_that_lives_past_its_announced_end_is_lost_once() -> None:
+    cluster = training()
+    announce(cluster)
+    cluster.now_us += 60 * SECOND_US
+    cluster.take_over()
+    cluster.run()
+    assert cluster.state.nodes[NODE].status is NodeStatus.LOST
+    evidence = v.Evidence(beat_seq=1, beat_at_us=cluster.now_us)
+    cluster.append(v.NodeReturned(node=NODE, evidence=evidence), "coordinator", cluster.state.term)
+    cluster.now_us += 60 * SECOND_US
+    cluster.take_over()
+    cluster.run()
+    assert len(said(cluster, v.NodeLost)) == 1 and is_unblamed(cluster)
+
+
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("how", ["joins", "lost", "returns"])
 def test_announced_end_is_no_failure(how: str, *, announced: bool) -> None:

@@ -54,7 +54,8 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     """
     batch = DecisionBatch(survey)
     if survey.state.silence is None:
-        return _reconcile(batch, solutions, gathering=gathering)
+        nodes.end_departures(batch)
+        return batch.events or _reconcile(batch, solutions, gathering=gathering)  # nothing is decided with who is gone
     nodes.forget_nodes(batch)
     return batch.events
 

@@ -86,6 +86,22 @@ def _has_room_without(survey: Survey, node: str) -> bool:
     return not placed.short
 
 
+#: So long after the end that its agent has announced a node is gone.
+END_MARGIN_US = 5_000_000
+
+
+def end_departures(batch: DecisionBatch) -> None:
+    """Count nodes as lost whose announced end is over: also where no head was there to see them go."""
+    now_us = batch.state.now_us
+    for name, node in sorted(batch.state.nodes.items()):
+        departure = node.departure
+        is_over = departure.announced and departure.ends_us and now_us > departure.ends_us + END_MARGIN_US
+        if is_over and node.status is NodeStatus.UP:
+            since_s = (now_us - departure.ends_us) / 1e6
+            reason = f"the end that its agent announced is over since {since_s:.0f} s"
+            batch.add(v.NodeLost(node=name, evidence=v.Evidence(beat_seq=0, beat_at_us=0), reason=reason))
+
+
 #: How long an agent that is commanded to leave waits for its workers to be moved away, in microseconds.
 LEAVE_LIMIT_US = 600_000_000
 

@@ -130,11 +130,12 @@ def _reconcile_workers(
 
 
 def node_leaving(state: ClusterState, event: v.NodeLeaving, _: Envelope) -> ClusterState:
-    """Record that the agent has announced its end: the node is drained."""
+    """Record that the agent has announced its end, and when that is over: the node is drained."""
     node = state.nodes.get(event.node)
     if node is None or node.status is NodeStatus.LEFT:
         return state
-    return with_node(state, replace(node, departure=replace(node.departure, announced=True)))
+    departure = replace(node.departure, announced=True, ends_us=state.now_us + event.grace_us)
+    return with_node(state, replace(node, departure=departure))
 
 
 def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterState:
@@ -185,7 +186,8 @@ def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> Cl
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.LOST:
         return state
-    node = replace(node, status=NodeStatus.UP, reason="")
+    # It lives past the end that it has announced: only its silence counts from now on.
+    node = replace(node, status=NodeStatus.UP, reason="", departure=replace(node.departure, ends_us=0))
     return outages.node_back(with_node(state, node if node.may_go else _count_return(state, node)), event.node)
 
 

@@ -102,15 +102,16 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NodeDeparture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`announced`: its agent has announced its end; what ends there from then on is no failure. `left_us`: when it
-    left, 0: it has not. `removal`: why it is to be forgotten once it is away (node_removal.py); `leave_ordered`: its
-    agent was commanded to leave for that.
+    """`announced`: its agent has announced its end; what ends there from then on is no failure. `ends_us`: when that is
+    over, 0: no end is. `left_us`: when it left, 0: it has not. `removal`: why it is to be forgotten once it is away
+    (node_removal.py); `leave_ordered`: its agent was commanded to leave for that.
     """
 
     announced: bool = msgspec.field(default=False, name="leaving")
     left_us: int = 0
     removal: str = msgspec.field(default="", name="forgetting")
     leave_ordered: bool = False
+    ends_us: int = 0
 
 
 class Stray(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -145,6 +145,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "probe_port",
     "domain",
     "strays",
+    "departure.ends_us",
 )
 
 
