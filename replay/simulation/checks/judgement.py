@@ -153,6 +153,8 @@ def observation_moves_nothing(basis: ClusterState, event: v.AnyEvent) -> str:
                 task, old = basis.tasks[name], basis.plan.assignments.get(name)
                 if old is None or not _is_plain(task) or old.workers > task.spec.max_workers:
                     continue
+                if not all(task.spec.shape.fits(nodes) for nodes in old.replicas):
+                    continue  # a person has given it another layout
                 open_nodes = [nodes for nodes in old.replicas if all(_is_open(basis, node) for node in nodes)]
                 if moves := Counter(open_nodes) - shares.get(name, Counter()):
                     return f"plan {event.epoch} moves {name} off {', '.join(map(str, moves))}, which is observed"
