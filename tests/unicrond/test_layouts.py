@@ -425,3 +425,22 @@ def test_plan_table_names_next_layout() -> None:
     lost = rows["node lost", "n0"]
     assert (lost.workers, lost.layouts) == ({"big": 1}, {"big": "tp 1, pp 1"})
     assert rows["node lost", "n1"].layouts == {"big": "tp 2, pp 1"}
+
+
+def test_task_on_cordoned_node_keeps_its_layout() -> None:
+    """For another one all workers would leave, and none would start again on that node: another's worker may take the
+    place that is left."""
+    cluster = cluster_of(1, 2, 2)
+
+    def shapes() -> list[Shape]:
+        (problem,) = problem_of(Survey(cluster.state, cluster.policy)).tasks
+        return [option.shape for option in problem.alternatives]
+
+    assert shapes() == [SINGLES.shape]
+    cluster.cordon("n0")
+    cluster.run()
+    assert shapes() == [] and layout(cluster) == (2, 1, 4)
+    assert situation_of(Survey(cluster.state, cluster.policy)) is None, "the loss of that node would change it"
+    cluster.uncordon("n0")
+    cluster.run()
+    assert shapes() == [SINGLES.shape] and layout(cluster) == (2, 1, 4)

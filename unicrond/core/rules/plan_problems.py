@@ -13,6 +13,8 @@ Rules
 * With several types of GPU each is a pool, also while no node of it may carry workers.
 * While nodes cannot talk to each other (faults/links.py) no task gets more workers than stand on nodes of which all
   can; and no table is made, since such a plan holds only until the link is back.
+* A task with workers on a cordoned node keeps its layout: for another one all of them leave, and nothing starts there
+  again. No table is made meanwhile, since their loss would change that.
 * A task whose program fails without achieving anything is worth next to nothing: one FLOP/s for each worker, and no
   floor. So it gets workers that idle otherwise, and none that another has a use for (faults/program_faults.py).
 * A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others. Nor does one
@@ -69,7 +71,7 @@ def situation_of(survey: Survey) -> Situation | None:
     state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
     if not survey.fresh or survey.barred_pairs or survey.absence.absentees or pins_of(survey):
         return None
-    if any(_is_faulty(survey, task) for task in tasks):
+    if any(_is_faulty(survey, task) or (task.spec.layouts and _is_on_cordoned(survey, task)) for task in tasks):
         return None
     on_node: dict[str, set[str]] = {name: set() for name in capacity}
     for task in tasks:
@@ -227,7 +229,7 @@ def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str, *, at_re
     stays = task.membership is not None and task.spec.env.get(DETERMINISTIC) == "require"
     for gpu_type in (gpu, *(candidate for candidate in survey.types if candidate != gpu and not stays)):
         curves = survey.curves(task, gpu_type)
-        for shape in curves if chooses else [current]:
+        for shape in curves if chooses and (at_rest or not _is_on_cordoned(survey, task)) else [current]:
             if (gpu_type, shape) == (gpu, current) or shape.tp > survey.largest:
                 continue
             most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
@@ -252,6 +254,11 @@ def _kept_off(task: Task, curve: Curve) -> bool:
     """Return whether the task's file names types of GPU and gives 0 FLOP/s to this choice: then it gets no workers
     there, not even to meet a floor."""
     return bool(task.spec.gpus) and not any(flops for _, flops in curve.rounded())
+
+
+def _is_on_cordoned(survey: Survey, task: Task) -> bool:
+    """Return whether workers of the task are on nodes that start nothing."""
+    return any(survey.state.by_node.of_task(node, task.name) for node in survey.nodes.cordoned)
 
 
 def _chooses(survey: Survey, task: Task) -> bool:
