@@ -15,6 +15,7 @@ them.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import secrets
 from collections.abc import Collection
@@ -45,6 +46,9 @@ OWN_BEATS_SUBJECT = f"{PREFIX}.beat.{COORDINATOR}"
 MAX_SUMMARY_CHARS = 160
 #: The header beside a membership for the nodes that read it (`membership_certificates.py`).
 WARRANT_HEADER = "Unicron-Warrant"
+#: How the message id begins under which a restored log holds what was no event; the reason follows. An archive does not
+#: keep what such a message held.
+_QUARANTINE_ID = "quarantined."
 
 
 def command_subjects(node: str) -> str:
@@ -122,12 +126,20 @@ def headers(envelope: Envelope, message_id: str = "") -> dict[str, str]:
     return {header: value for header, value in fields.items() if value}
 
 
+def quarantine_id(message: QuarantinedMessage) -> str:
+    """Return the message id under which a message of the same size is read as this one again (`entry`)."""
+    reason = base64.urlsafe_b64encode(message.reason.encode()).decode()
+    return f"{_QUARANTINE_ID}{message.seq}.{reason}"
+
+
 def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_id: str = "") -> Entry:
     """Decode a stored message: an event, or a quarantined message with the reason why it is none.
 
     `message_id`: the id under which it was written, "" where it had none: it begins with the event's own id.
     """
     try:
+        if message_id.startswith(_QUARANTINE_ID):
+            raise BadEvent(_reason(message_id))
         envelope, unknown = read(body)
         expected = subject(envelope)
         if expected != on_subject:
@@ -137,6 +149,14 @@ def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_i
     except BadEvent as error:
         return QuarantinedMessage(seq, recorded_at_us, on_subject, error.reason, len(body))
     return RecordedEvent(seq, recorded_at_us, envelope, body if unknown else b"")
+
+
+def _reason(message_id: str) -> str:
+    """Return the reason in a `quarantine_id`."""
+    try:
+        return base64.urlsafe_b64decode(message_id.rpartition(".")[2]).decode()
+    except ValueError:
+        return f"it was written under the id {message_id!r:.200}"
 
 
 def _plain(text: str) -> str:

@@ -38,7 +38,7 @@ from unicrond.events.nats.server_files import ServerTls as ServerTls
 from unicrond.events.nats.server_files import for_clients, replace, tls_lines
 from unicrond.events.nats.server_program import PROGRAM, UnknownProgram, trusted_program
 from unicrond.events.nats.store_directory_lock import LOCK_FD, PID_FD, StoreClaim, StoreLease, keeper_words
-from unicrond.events.trust.accounts import server_accounts
+from unicrond.events.trust.accounts import NatsAccount, server_accounts
 from unicrond.events.trust.logins import User
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class EmbeddedServer:
     the two is needed for a `host` that is not loopback (ValueError); with both, the one login has every right.
     `tls`: None: in clear. `dies_with_us`: no next process adopts it. `lease`: of the directory, where others may mount
     it (store_directory_lock.py); `waits(why)` is called while another machine has it. `sha256`: of the program that may
-    be started (server_program.py).
+    be started (server_program.py). `leafnodes`: user and password of a leafnode of the log's account, which connects to
+    `leaf_port`; what such a server stores is not for long, and not synced.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class EmbeddedServer:
         lease: StoreLease | None = None,
         waits: Callable[[str], object] = logger.warning,
         sha256: str = "",
+        leafnodes: Login | None = None,
     ) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"port: expected 0 to 65535, got {port}")
@@ -104,6 +106,7 @@ class EmbeddedServer:
         self._lease = lease
         self._waits = waits
         self._sha256 = sha256
+        self._leafnodes = leafnodes
         self._keeper = 0
         self.pid: int | None = None
 
@@ -116,6 +119,14 @@ class EmbeddedServer:
     @property
     def _own_host(self) -> str:
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def leaf_port(self) -> int:
+        """Return the port for leafnodes of the running server. Only its log says it. Raises ServerError."""
+        match = re.search(r"Listening for leafnode connections on \S+:(\d+)", self.log_path.read_text(errors="replace"))
+        if match is None:
+            raise ServerError(f"nats-server does not listen for leafnodes; {self._log_end()}")
+        return int(match[1])
 
     @property
     def log_path(self) -> Path:
@@ -253,7 +264,7 @@ class EmbeddedServer:
 
     def _config(self) -> str:
         """Return the whole configuration. JSON strings are valid in it."""
-        quote = json.dumps
+        quote, sync = json.dumps, "always" if self._leafnodes is None else "1m"
         lines = [
             "server_name: unicron",
             f"host: {quote(self.host)}",
@@ -261,9 +272,12 @@ class EmbeddedServer:
             f"pid_file: {quote(str(self._pid_path))}",
             f"ports_file_dir: {quote(str(self.directory))}",
             "max_payload: 1MB",
-            f"jetstream {{ store_dir: {quote(str(self.directory / 'store'))}, sync_interval: always, "
+            f"jetstream {{ store_dir: {quote(str(self.directory / 'store'))}, sync_interval: {sync}, "
             f"max_buffered_msgs: {BUFFERED_MESSAGES}, max_buffered_size: {BUFFERED_BYTES} }}",
         ]
+        if self._leafnodes is not None:
+            leaf = {"user": self._leafnodes.user, "password": self._leafnodes.password, "account": NatsAccount.LOG}
+            lines.append(f"leafnodes: {quote({'listen': '127.0.0.1:-1', 'authorization': leaf})}")
         shared = None
         if self._login is not None and self._login.user:
             shared = (self._login.user, next(iter(self._login.passwords()), ""))

@@ -15,8 +15,8 @@ Rules
 * For the same reason no login has `allow_responses`: a client that may publish where it listens can send itself a
   message with any reply subject, and may then write there. Agents answer on a subject of their own
   (`worker_queries.py`).
-* Only the operator may delete, purge or change the streams of the log. The coordinator's own cache is its own, and so
-  is the heads' lease.
+* Only the operator may delete, purge or change the streams of the log. The coordinator makes them, empty or from an
+  archive, where there are none. Its own cache is its own, and so is the heads' lease.
 """
 
 from __future__ import annotations
@@ -164,6 +164,8 @@ def _coordinator(inbox: str) -> Rights:
             f"{API}.STREAM.NAMES",
             *(f"{API}.STREAM.{verb}.{name}" for verb in ("CREATE", "INFO", "MSG.GET") for name in streams),
             *(f"{API}.DIRECT.GET.{name}.>" for name in streams),
+            f"{API}.STREAM.RESTORE.{EVENT_STREAM}",
+            f"$JS.SNAPSHOT.RESTORE.{EVENT_STREAM}.*",
             *(f"{API}.CONSUMER.{verb}.{EVENT_STREAM}" for verb in ("LIST", "NAMES")),
             *(f"{API}.CONSUMER.{verb}.{name}.>" for verb in ("CREATE", "INFO", "DELETE") for name in streams),
             *(f"$JS.FC.{name}.>" for name in streams),

@@ -186,8 +186,12 @@ TRIES = {
     "acknowledge n2's commands": Try(f"$JS.ACK.{EVENT_STREAM}.agent-n2.1.1.1.1.1", b"+ACK", ("agent-n2", "operator")),
     "ask NATS's system account": Try("$SYS.REQ.SERVER.PING", b""),
     **{
-        f"{verb} {stream}": _api(f"STREAM.{verb}.{stream}") for verb in _VERBS for stream in (EVENT_STREAM, BEAT_STREAM)
+        f"{verb} {stream}": _api(f"STREAM.{verb}.{stream}")
+        for verb in _VERBS
+        for stream in (EVENT_STREAM, BEAT_STREAM)
+        if (verb, stream) != ("RESTORE", EVENT_STREAM)
     },
+    "restore the event stream, where there is none": _api(f"STREAM.RESTORE.{EVENT_STREAM}", "coordinator"),
     "create a stream": _api("STREAM.CREATE.OTHER", body={"name": "OTHER", "subjects": ["unicron.v1.logs.*"]}),
     "list streams": _api("STREAM.NAMES", "coordinator"),
     "read any entry": _api(f"STREAM.MSG.GET.{EVENT_STREAM}", "coordinator", "reader", body={"seq": 1}),

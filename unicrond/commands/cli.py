@@ -45,6 +45,7 @@ EXAMPLES = f"""examples:
   unicrond tls-init                           a CA and the head's certificate
   unicrond archive --keep 30d                 the log's older part to files; see docs/operate/retention.md
   unicrond backup /backup/unicron-1           log, keys and configuration of the head
+  unicrond restore                            the log that NATS has lost, from the archive
   unicrond dev                                nats-server, coordinator and 4 agents on this machine
   unicrond demo                               the same, with two tasks, three faults and the story of their healing
 
@@ -120,20 +121,38 @@ def _add_backup_commands(commands: Commands) -> None:
         option("--keep", "SPAN", "leave younger entries in NATS; a span like 12h or 30d", type=_span),
         json,
     )
-    for command, text, directory in (
-        ("backup", "copy the log, the keys and the configuration of a running head", "the directory to write"),
-        ("restore", "make a head from a backup, where there is no log yet; then start unicrond run", "the backup"),
-    ):
-        add_command(
-            commands,
-            command,
-            f"{text} (docs/operate/retention.md)",
-            examples(f"unicrond {command} /backup/unicron-1 --config /etc/unicron.yaml"),
-            option("directory", "DIR", directory, type=Path),
-            configured,
-            nats,
-            json,
-        )
+    add_command(
+        commands,
+        "backup",
+        "copy the log, the keys and the configuration of a running head (docs/operate/retention.md)",
+        examples("unicrond backup /backup/unicron-1 --config /etc/unicron.yaml"),
+        option("directory", "DIR", "the directory to write", type=Path),
+        configured,
+        nats,
+        json,
+    )
+    add_command(
+        commands,
+        "restore",
+        "make the event log, which NATS has lost, again from the archive, beside the head; or a head from a backup "
+        "(docs/operate/recovery.md)",
+        examples(
+            "unicrond restore --config /etc/unicron.yaml",
+            "unicrond restore /backup/unicron-1 --config /etc/unicron.yaml",
+        ),
+        option(
+            "directory",
+            "DIR",
+            "a backup, or an archive from elsewhere (default: the archive of the configuration)",
+            type=Path,
+            nargs="?",
+        ),
+        shared("--check", "the archive, and that NATS has no log"),
+        configured,
+        nats,
+        json,
+        codes=exit_codes(failed="nothing was restored"),
+    )
 
 
 def _add_run(commands: Commands) -> None:
@@ -340,21 +359,33 @@ def _copy(arguments: argparse.Namespace, config: Config) -> int:
     import json
 
     from unicrond.events.log.event_log import LogError
-    from unicrond.service.event_log import archive_command, backup
+    from unicrond.service.event_log import archive_command, backup, restore_command
 
+    report: archive_command.ArchiveReport | backup.Backup | restore_command.RestoredLog
     try:
         if arguments.command == "archive":
-            report: archive_command.ArchiveReport | backup.Backup = asyncio.run(
-                archive_command.run(config, arguments.keep)
-            )
+            report = asyncio.run(archive_command.run(config, arguments.keep))
         elif arguments.command == "backup":
             report = backup.back_up(config, arguments.config, arguments.directory)
+        elif arguments.directory is None or not (arguments.directory / backup.MANIFEST).exists():
+            tell = _bar if sys.stderr.isatty() and not arguments.json else lambda *_: None
+            source, is_dry = arguments.directory, arguments.check
+            report = asyncio.run(restore_command.run(config, source, is_dry=is_dry, progress=tell))
         else:
             report = backup.restore(config, arguments.directory)
     except (LogError, OSError) as error:
         return command_line.fail(f"unicrond {arguments.command}", error)
     print(json.dumps(report._asdict()) if arguments.json else report)
     return 0
+
+
+def _bar(text: str, count: int, whole_count: int) -> None:
+    """Draw how far a restore is, on standard error."""
+    share = count / max(1, whole_count)
+    end = "\n" if count >= whole_count else ""
+    print(
+        f"\r{text:15} [{'#' * int(30 * share):30}] {count:,} of {whole_count:,}", end=end, file=sys.stderr, flush=True
+    )
 
 
 def _serve(arguments: argparse.Namespace, config: Config) -> int:
