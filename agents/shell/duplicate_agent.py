@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, joins_subject
 from unicrond.events.nats.connection import Connection, NoReply, PublishDenied
-from unicrond.events.vocabulary import Heartbeat, Name, NodeJoined
+from unicrond.events.vocabulary import Event, Heartbeat, Name, NodeJoined
 from unicrond.events.wire.codec import BadEvent, read
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class DuplicateAgents:
 
     def __init__(self, boot: int, previous_boot: int, heartbeat_s: float) -> None:
         """Start with no duplicate known. `previous_boot`: that of the agent before in this run directory, 0 = none."""
-        self._boot = boot
+        self.boot = boot
         self._previous_boot = previous_boot
         self.silence_s = 2 * heartbeat_s + 0.5
         self._older_heard_s = -float("inf")
@@ -55,15 +55,15 @@ class DuplicateAgents:
 
     def note_beat(self, boot: int, now_s: float) -> None:
         """Note a beat of an agent of this name, received just now."""
-        if boot > self._boot:
+        if boot > self.boot:
             self.newer = max(self.newer, boot)
-        elif boot not in (self._boot, self._previous_boot):
+        elif boot not in (self.boot, self._previous_boot):
             self._older_heard_s = now_s
 
     def note_logged(self, boot: int, now_s: float) -> None:
         """Note the last beat or join of the name in the log; its agent may have ended long ago. `boot` 0: it was none
         of these, as what another node has NATS answer there."""
-        if boot > self._boot:
+        if boot > self.boot:
             self.outrun = max(self.outrun, boot)
         elif boot:
             self.note_beat(boot, now_s)
@@ -87,7 +87,7 @@ class DuplicateWatch:
     """Listens and looks for other agents of the name; `on_newer(boot)` and `on_outrun(boot)` are called in the loop,
     once.
 
-    `look`: set where there is a reason to look at once.
+    `look`: set where there is a reason to look at once. `on_echo`: called with each own beat that NATS gives back.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class DuplicateWatch:
         look: asyncio.Event,
         on_newer: Callable[[int], None],
         on_outrun: Callable[[int], None],
+        on_echo: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._connection = connection
         self._node = node
@@ -105,15 +106,18 @@ class DuplicateWatch:
         self._look_at_once = look
         self._on_newer = on_newer
         self._on_outrun = on_outrun
+        self._on_echo = on_echo
         self._looked = asyncio.Event()
 
     async def run(self) -> None:
         """Watch until cancelled."""
 
         async def on_beat(message: object) -> None:
-            boot = _boot_in(message.data)  # type: ignore[attr-defined]  # a nats Msg
-            if boot:
-                self._duplicates.note_beat(boot, time.monotonic())
+            event = _event_in(message.data)  # type: ignore[attr-defined]  # a nats Msg
+            if isinstance(event, Heartbeat):
+                self._duplicates.note_beat(event.agent_boot, time.monotonic())
+                if event.agent_boot == self._duplicates.boot:
+                    self._on_echo(event.beat)
             if self._duplicates.newer:
                 self._on_newer(self._duplicates.newer)
 
@@ -174,10 +178,15 @@ class DuplicateWatch:
         return True
 
 
+def _event_in(body: bytes) -> Event | None:
+    """Return the event of a message; None where it holds none."""
+    try:
+        return read(body)[0].event
+    except BadEvent:
+        return None
+
+
 def _boot_in(body: bytes) -> int:
     """Return the boot that a beat or a join names; 0 for any other event."""
-    try:
-        event = read(body)[0].event
-    except BadEvent:
-        return 0
+    event = _event_in(body)
     return event.agent_boot if isinstance(event, Heartbeat | NodeJoined) else 0

@@ -98,6 +98,7 @@ class EventLogKeeper:
                 self._look_for_duplicates,
                 self._departure.supersede,
                 self._departure.outrun,
+                shell.heard_own_beat,
             )
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch.run())
@@ -174,8 +175,11 @@ class EventLogKeeper:
         beats = NatsBeatLog(connection)
         await self._shell.has_inventory.wait()  # before that the node can do nothing
         loop = asyncio.get_running_loop()
-        due_s = loop.time()
+        due_s, session = loop.time(), connection.live_session
         while True:
+            if session is None or connection.live_session is not session:
+                session = connection.live_session
+                self._shell.hears_anew()
             outbox_backlog, outbox_backlog_us = self._shell.outbox.backlog(time.monotonic())
             envelope = self._shell.beat(
                 load_milli=host.load_milli(),

@@ -86,6 +86,8 @@ class Shell(ABC):
         self.is_superseded = False
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._beat = 0
+        #: The last own beat that came back; 0: none has.
+        self._echo_beat = 0
 
     # --- ports -----------------------------------------------------------------------------------
 
@@ -316,6 +318,15 @@ class Shell(ABC):
 
     # --- reports now and then --------------------------------------------------------------------
 
+    def heard_own_beat(self, beat: int) -> None:
+        """Note that NATS has given an own beat back."""
+        self._echo_beat = max(self._echo_beat, beat)
+
+    def hears_anew(self) -> None:
+        """Note that a connection has begun, or is away: the beats before it come back no more."""
+        if self._echo_beat:
+            self._echo_beat = self._beat
+
     def beat(self, **load: Any) -> Envelope:
         """Return the next heartbeat. `load`: further fields of Heartbeat."""
         self._beat += 1
@@ -328,6 +339,7 @@ class Shell(ABC):
             beat=self._beat,
             workers=workers,
             read_seq=self.read_seq,
+            echo_beat=self._echo_beat,
             dropped_messages=dropped_count,
             flooding_worker=flooding_worker,
             **load,

@@ -23,6 +23,9 @@ import msgspec
 #: How long the lease lasts after a renewal, whole seconds.
 LEASE_S = 2
 RENEW_S = 0.5
+#: A coordinator to which so many of its own beats have not come back, those of one heartbeat, hears nothing: it cannot
+#: renew, and its beats do not keep others from the lease.
+DEAF_BEATS = 4
 #: How long a head that announced itself is known.
 ANNOUNCED_S = 6
 

@@ -193,6 +193,11 @@ class Connection:
         return self._session is not None
 
     @property
+    def live_session(self) -> Session | None:
+        """Return the present session, as far as is known."""
+        return self._session
+
+    @property
     def trouble(self) -> str:
         """Return the reason why there is no session, in one line; "" where there is one."""
         return "" if self.is_up else f"no NATS at {self.urls}: {self._refusal or self._reason}"

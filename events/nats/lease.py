@@ -23,7 +23,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from unicrond.events.log.event_log import LogUnavailable
-from unicrond.events.log.lease import ANNOUNCED_S, LEASE_S, Holder, LeaseEntry, LeaseView
+from unicrond.events.log.lease import ANNOUNCED_S, DEAF_BEATS, LEASE_S, Holder, LeaseEntry, LeaseView
 from unicrond.events.log.subjects import OWN_BEATS_SUBJECT
 from unicrond.events.nats.connection import Connection, NoReply, PublishDenied, Session
 from unicrond.events.nats.event_log import LAST_SEQUENCE_UNDECIDED, WRONG_LAST_SEQUENCE
@@ -127,7 +127,7 @@ class NatsLease:
                 event = decode(message.data).event
             except BadEvent:
                 return  # whoever reads the stream tells of it
-            if isinstance(event, Heartbeat) and event.node == COORDINATOR:
+            if isinstance(event, Heartbeat) and event.node == COORDINATOR and event.echo_lag < DEAF_BEATS:
                 on_beat(event.agent_boot)
 
         await self._connection.subscribe(LEADER, news)

@@ -230,7 +230,7 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     `outbox_backlog`: observations that the event log has not taken for a second or more; `outbox_backlog_us`: the
     oldest's age. `read_seq`: the last entry of its commands that this agent has handled; 0: none yet.
     `dropped_messages`: of its workers within the last minute or two, beyond their budgets; `flooding_worker`: whose are
-    most.
+    most. `echo_beat`: the last of its sender's own beats that NATS has given back to it; 0: not said.
     """
 
     node: Name
@@ -244,6 +244,12 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     read_seq: Count = 0
     dropped_messages: Count = 0
     flooding_worker: WorkerOrNone = ""
+    echo_beat: Count = 0
+
+    @property
+    def echo_lag(self) -> int:
+        """Return how many beats before this one have not come back to their sender; 0 where it does not say."""
+        return max(0, self.beat - 1 - self.echo_beat) if self.echo_beat else 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""

@@ -17,6 +17,10 @@ class Proxy:
         self._target = host, port
         self._whole = asyncio.Event()
         self._whole.set()
+        self._back = asyncio.Event()
+        self._back.set()
+        self._out = asyncio.Event()
+        self._out.set()
         self._serving: set[asyncio.Task[None]] = set()
         self.port = 0
 
@@ -24,9 +28,18 @@ class Proxy:
         """From now on nothing passes, in either direction."""
         self._whole.clear()
 
+    def cut_back(self) -> None:
+        """From now on nothing comes back from the target; what is sent to it arrives."""
+        self._back.clear()
+
+    def cut_out(self) -> None:
+        """From now on nothing reaches the target; what it sends arrives."""
+        self._out.clear()
+
     def mend(self) -> None:
         """What has been sent meanwhile arrives, and the rest passes again."""
-        self._whole.set()
+        for event in (self._whole, self._back, self._out):
+            event.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -37,18 +50,19 @@ class Proxy:
             there = await asyncio.open_connection(*self._target)
             with contextlib.closing(there[1]):
                 async with asyncio.TaskGroup() as both:
-                    both.create_task(self._pass_on(reader, there[1]))
-                    both.create_task(self._pass_on(there[0], writer))
+                    both.create_task(self._pass_on(reader, there[1], self._out))
+                    both.create_task(self._pass_on(there[0], writer, self._back))
         except (OSError, ExceptionGroup, asyncio.CancelledError):
             pass  # the other end is gone, or the proxy is to end
         finally:
             writer.close()
             self._serving.discard(task)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passes: asyncio.Event) -> None:
         with contextlib.closing(writer):
             while piece := await reader.read(_PIECE_BYTES):
                 await self._whole.wait()
+                await passes.wait()
                 writer.write(piece)
                 await writer.drain()
 

@@ -96,9 +96,12 @@ class HeadProcess:
 
 
 @asynccontextmanager
-async def two_heads(directory: Path, nats: dict[str, Any], **settings: Any) -> AsyncIterator[list[HeadProcess]]:
-    """The first leads, the second stands by."""
-    heads = [HeadProcess(f"head{number}", directory, nats, **settings) for number in (1, 2)]
+async def two_heads(
+    directory: Path, nats: dict[str, Any], *, other_nats: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[list[HeadProcess]]:
+    """The first leads, the second stands by. `other_nats`: how the second reaches NATS, where not as the first."""
+    ways = [nats, other_nats or nats]
+    heads = [HeadProcess(f"head{number}", directory, way, **settings) for number, way in enumerate(ways, start=1)]
     try:
         await heads[0].start()
         await heads[0].leads()

@@ -7,15 +7,14 @@ import random
 import pytest
 from msgspec.structs import replace
 
+from unicrond.core.nodes.deafness import PAUSES_MAX, Pauses
 from unicrond.core.nodes.liveness import (
     MOST_SILENT_FACTOR,
     OWN_NAME,
-    PAUSES_MAX,
     RECONNECT_US,
     SAY_AGAIN_US,
     Flood,
     Liveness,
-    Pauses,
     VerdictLimiter,
 )
 from unicrond.core.state.node_parts import AgentIdentity
@@ -55,6 +54,9 @@ class Bus:
         self.verdicts: list[v.AnyEvent] = []
         self._seq = 0
         self._numbers: dict[str, int] = {}
+        #: Which of its own beats came back last, of each that says so; those in `deaf` hear nothing.
+        self.echoes: dict[str, int] = {}
+        self.deaf: set[str] = set()
 
     def run(self, seconds: float, alive: list[str]) -> list[v.AnyEvent]:
         """Time passes; `alive` nodes beat each second, the coordinator twice as often."""
@@ -79,7 +81,14 @@ class Bus:
         at_us = self.now_us if at_us is None else at_us
         if name == OWN_NAME:
             self.liveness.on_own_beat(self.now_us)
-        self.liveness.on_beat(heartbeat(name, number), self._seq, at_us, self.now_us)
+        beat = replace(heartbeat(name, number), echo_beat=self.echoes.get(name, 0))
+        if name in self.echoes and name not in self.deaf:
+            self.echoes[name] = number
+        self.liveness.on_beat(beat, self._seq, at_us, self.now_us)
+
+    def echo(self, names: list[str]) -> None:
+        """From now on these say which of their beats came back."""
+        self.echoes = {name: self._numbers.get(name, 0) for name in names}
 
 
 NAMES = ["a", "b", "c", "d", "e"]
@@ -473,3 +482,77 @@ def test_flood_of_a_node_stands_while_its_beats_tell_of_it() -> None:
     assert not liveness.floods(1 + liveness.limit_us + 1), "it is heard no longer"
     liveness.on_beat(heartbeat("n1", 2), 3, 2, 2)
     assert not liveness.floods(2)
+
+
+@pytest.mark.parametrize("cut_s", [0.0, 0.3, 0.9])
+def test_node_that_is_heard_and_hears_nothing_is_lost_within_three_seconds(cut_s: float) -> None:
+    bus = Bus(NAMES)
+    bus.echo(NAMES)
+    assert bus.run(5 + cut_s, NAMES) == []
+    cut_us = bus.now_us
+    bus.deaf = {"a"}
+    found: list[v.AnyEvent] = []
+    while not found and bus.now_us < cut_us + 5_000_000:
+        found = bus.run(0.1, NAMES)
+    (lost,) = found
+    assert isinstance(lost, v.NodeLost) and lost.node == "a" and "heard, and hears nothing for 2.6" in lost.reason
+    assert bus.now_us - cut_us <= 3_100_000, "two beats that do not come back, and a judgement"
+    assert bus.run(10, NAMES) == [], "it is heard, and has not returned"
+    bus.deaf = set()
+    (returned,) = bus.run(3, NAMES)
+    assert isinstance(returned, v.NodeReturned) and returned.node == "a"
+
+
+def test_agent_that_does_not_say_what_it_hears_is_never_deaf() -> None:
+    bus = Bus(NAMES)
+    bus.echo(NAMES[1:])
+    bus.deaf = {"a"}
+    assert bus.run(20, NAMES) == []
+
+
+def test_one_beat_that_does_not_come_back_loses_nobody() -> None:
+    """Not even where the agent sends no further one for a while: a stopped agent hears nothing."""
+    bus = Bus(NAMES)
+    bus.echo(NAMES)
+    bus.run(5, NAMES)
+    bus.deaf = {"a"}
+    bus.run(1, NAMES)
+    bus.deaf = set()
+    assert bus.run(1, NAMES) == []
+    assert bus.run(1, NAMES[1:]) == []
+    assert bus.run(10, NAMES) == []
+
+
+def test_all_that_are_deaf_at_once_are_the_heads_trouble() -> None:
+    bus = Bus(NAMES)
+    bus.echo(NAMES)
+    bus.run(5, NAMES)
+    bus.deaf = set(NAMES)
+    held = bus.run(9, NAMES)[0]
+    assert isinstance(held, v.SilenceHeld) and "hears nothing (5 of them)" in held.reason
+    assert not [verdict for verdict in bus.run(3, NAMES) if not isinstance(verdict, v.SilenceHeld)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_deaf_nodes_that_beat_at_other_times_are_held_together(seed: int) -> None:
+    """Each sends at a phase of its own; hearing ends for all at one moment. Nobody is lost before it is held."""
+    chance = random.Random(seed)
+    liveness, nodes = Liveness(BEAT_US, 0), {name: node(name) for name in NAMES}
+    phases = {name: chance.randrange(20) * 50_000 for name in NAMES}
+    cut_us = 5_000_000 + chance.randrange(20) * 50_000
+    numbers, echoes, own = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0), 0
+    found: list[v.AnyEvent] = []
+    for now_us in range(0, 20_000_000, 50_000):
+        if now_us % (BEAT_US // 4) == 0:
+            own += 1
+            liveness.on_own_beat(now_us)
+            liveness.on_beat(heartbeat(OWN_NAME, own), 1, now_us, now_us)
+        for name in NAMES:
+            if now_us % BEAT_US == phases[name]:
+                numbers[name] += 1
+                liveness.on_beat(replace(heartbeat(name, numbers[name]), echo_beat=echoes[name]), 1, now_us, now_us)
+                echoes[name] = numbers[name] if now_us < cut_us else echoes[name]
+        found += liveness.verdicts(nodes, now_us)
+        if found:
+            break
+    assert [type(verdict) for verdict in found] == [v.SilenceHeld]

@@ -16,16 +16,22 @@ Rules
 * A cluster of one node, or whose other nodes are lost, is judged as ever: the silence of one node is most likely its
   own, and to name the node is what helps most.
 * A coordinator that takes over while a silence stands goes on with it: it has heard nobody yet.
+* While this process is stopped it hears nobody either: its pauses are no silence of theirs (`Pauses`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 #: `judges`: nodes are judged one by one. `waits`: nobody is judged. `holds`: it is time to say that nobody is heard.
 #: `loses`: they are lost after all. `ends`: the silence is over, or those that are still away are judged again.
 Phase: TypeAlias = Literal["judges", "waits", "holds", "loses", "ends"]
+
+
+#: At so many pauses the older half is forgotten.
+PAUSES_MAX = 4096
 
 
 class Hearing(NamedTuple):
@@ -40,6 +46,35 @@ class Hearing(NamedTuple):
     overdue: int
     absent: int
     back: Callable[[int], int]
+
+
+class Pauses:
+    """When this process did not listen: stretches of time, one after another. Private mutable state of a Liveness."""
+
+    def __init__(self) -> None:
+        self._ended_us: list[int] = []
+        #: Of each, its length, and that of all before it.
+        self._length_us: list[int] = []
+        self._before_us: list[int] = []
+        self._all_us = 0
+
+    def add(self, ended_us: int, length_us: int) -> None:
+        """Add a pause that has just ended; it began after the end of the one before."""
+        if len(self._ended_us) == PAUSES_MAX:
+            for column in (self._ended_us, self._length_us, self._before_us):
+                del column[: PAUSES_MAX // 2]
+        self._ended_us.append(ended_us)
+        self._length_us.append(length_us)
+        self._before_us.append(self._all_us)
+        self._all_us += length_us
+
+    def since(self, since_us: int) -> int:
+        """Return how much of the time since then the pauses take, microseconds."""
+        first = bisect_right(self._ended_us, since_us)
+        if first == len(self._ended_us):
+            return 0
+        before_it_us = max(0, self._length_us[first] - (self._ended_us[first] - since_us))
+        return self._all_us - self._before_us[first] - before_it_us
 
 
 class Deafness:

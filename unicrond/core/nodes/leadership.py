@@ -10,6 +10,7 @@ Rules
   deposes no head. An interruption is a question without an answer, an answer over another connection than the last, or
   a long time without one (this process slept).
 * Nor is it taken while a coordinator of the newest term sends beats: it lives, and may be of a version without leases.
+  Beats that say that their sender hears nothing (DEAF_BEATS in lease.py) do not count: it can neither decide nor renew.
 * This head's own name in the lease is no reason to lead: it may be left over from a term that it has lost.
 * A head that has just started need not wait for GRACE_US, unless it was started to stand by (`is_patient`): alone it
   would wait for no other.

@@ -3,6 +3,11 @@
 Rules
 -----
 * A node that has been silent for two heartbeats and half a second is lost.
+* So is one that is heard and hears nothing: an agent gets its own beats back, and says which came last. Once ECHO_LAG
+  of them are missing it counts as silent for as long as these took, and half a second; with one it is late. Beats are
+  counted, not time: an agent that was stopped has sent none. All that is said of silence here holds: it is the head's
+  own trouble first where all are deaf or silent, and a node has returned once its beats come back to it. Who says
+  nothing of it is never deaf.
 * Silence says something only while own beats come back: the coordinator sends numbered ones through the same stream,
   four times as often. While they do not, no node is judged; once they do, or if one is missing in between (an outage
   too short for silence to show it), every node has a fresh grace period, and time to connect again before it. So has
@@ -27,14 +32,13 @@ fold, not this module, is what the cluster believes.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from unicrond.core.nodes.deafness import Deafness, Hearing
+from unicrond.core.nodes.deafness import Deafness, Hearing, Pauses
 from unicrond.core.nodes.outages import Domains, Loss, losses, waits_for
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Node, NodeStatus, Silence
@@ -46,6 +50,8 @@ from unicrond.events.wire.codec import COORDINATOR
 #: The name under which the coordinator's own beats go round; no node may have it.
 OWN_NAME = COORDINATOR
 GRACE_US = 500_000
+#: So many own beats have not come back to an agent that hears nothing; the one on its way is not among them.
+ECHO_LAG = 2
 #: How long a client takes to connect again: its back-off (at most 1 s), and the connecting.
 RECONNECT_US = 2_000_000
 #: Own beats per heartbeat.
@@ -57,8 +63,6 @@ MOST_SILENT_FACTOR = 3
 SAY_AGAIN_US = 1_000_000
 #: Own beats that have not come for so many heartbeats are missing, although other messages come.
 OWN_MISSING_BEATS = 10
-#: At so many pauses the older half is forgotten.
-PAUSES_MAX = 4096
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -101,35 +105,6 @@ class VerdictLimiter:
         return new_verdicts
 
 
-class Pauses:
-    """When this process did not listen: stretches of time, one after another. Private mutable state of a Liveness."""
-
-    def __init__(self) -> None:
-        self._ended_us: list[int] = []
-        #: Of each, its length, and that of all before it.
-        self._length_us: list[int] = []
-        self._before_us: list[int] = []
-        self._all_us = 0
-
-    def add(self, ended_us: int, length_us: int) -> None:
-        """Add a pause that has just ended; it began after the end of the one before."""
-        if len(self._ended_us) == PAUSES_MAX:
-            for column in (self._ended_us, self._length_us, self._before_us):
-                del column[: PAUSES_MAX // 2]
-        self._ended_us.append(ended_us)
-        self._length_us.append(length_us)
-        self._before_us.append(self._all_us)
-        self._all_us += length_us
-
-    def since(self, since_us: int) -> int:
-        """Return how much of the time since then the pauses take, microseconds."""
-        first = bisect_right(self._ended_us, since_us)
-        if first == len(self._ended_us):
-            return 0
-        before_it_us = max(0, self._length_us[first] - (self._ended_us[first] - since_us))
-        return self._all_us - self._before_us[first] - before_it_us
-
-
 class Liveness:
     """Private mutable state of one coordinator; nothing of it is replayed, its verdicts are."""
 
@@ -159,6 +134,8 @@ class Liveness:
         #: When each was heard or has joined, the one of longest ago first; those that are not up fall out.
         self._signs_us: OrderedDict[str, int] = OrderedDict()
         self._last_sign_us = 0
+        #: Those to which a beat has not come back: since when they hear nothing, as is likeliest.
+        self._deaf_us: dict[str, int] = {}
         self._keeping: set[str] = set()
         self._flooded: set[str] = set()
         self._nodes: Mapping[str, Node] = {}
@@ -187,7 +164,12 @@ class Liveness:
             newest = previous is None or previous.beat is None or beat.agent_boot >= previous.beat.agent_boot
             if newest or (previous is not None and now_us - previous.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
                 self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
-                self._sign(beat.node, now_us)
+                if beat.echo_lag:
+                    self._deaf_us[beat.node] = now_us - beat.echo_lag * self.heartbeat_us - GRACE_US
+                else:
+                    self._deaf_us.pop(beat.node, None)
+                if beat.echo_lag < ECHO_LAG:
+                    self._sign(beat.node, now_us)
                 (self._keeping.add if beat.outbox_backlog else self._keeping.discard)(beat.node)
                 (self._flooded.add if beat.dropped_messages else self._flooded.discard)(beat.node)
             return
@@ -200,6 +182,11 @@ class Liveness:
         self._own_heard_us, self._own_at_us = now_us, at_us
         self._own_last = (beat.agent_boot, beat.beat)
         self._send_gap_us = 0
+
+    @property
+    def own_beat(self) -> tuple[int, int]:
+        """Return the term and the number of the last own beat that came back."""
+        return self._own_last
 
     def read_seq(self, node: str) -> int:
         """Return the last entry of its commands that the node's agent has handled, by its last beat; 0: not known."""
@@ -290,7 +277,10 @@ class Liveness:
             return [*outages, *self._losses({name: overdue[name] for name in single}, limit_us), *returned]
         if phase == "holds":
             longest_us = max(overdue.values())
-            return [v.SilenceHeld(nodes=len(overdue), reason=f"no heartbeat of any node for {longest_us / 1e6:.2f} s")]
+            deaf = sum(self._is_deaf(name) for name in overdue)
+            trouble = f", or it hears nothing ({deaf} of them)" if deaf else ""
+            reason = f"no heartbeat of any node for {longest_us / 1e6:.2f} s{trouble}"
+            return [v.SilenceHeld(nodes=len(overdue), reason=reason)]
         if phase == "ends" and silence is not None:
             away = f", {len(silent)} are still silent" if silent else ""
             reason = f"{len(self._up) - len(silent)} of {len(self._up)} nodes are heard again{away}"
@@ -303,10 +293,19 @@ class Liveness:
             v.NodeLost(
                 node=name,
                 evidence=self._evidence(name),
-                reason=f"no heartbeat for {silent_us / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)",
+                reason=f"{self._trouble(name)} for {silent_us / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)",
             )
             for name, silent_us in overdue.items()
         ]
+
+    def _trouble(self, name: str) -> str:
+        """Return in which way a node is silent."""
+        return "heard, and hears nothing" if self._is_deaf(name) else "no heartbeat"
+
+    def _is_deaf(self, name: str) -> bool:
+        """Return whether a node hears nothing, by its last beat."""
+        last = self.beats.get(name)
+        return last is not None and last.beat is not None and last.beat.echo_lag >= ECHO_LAG
 
     def _hearing(
         self,
@@ -403,11 +402,17 @@ class Liveness:
                 stale.append(name)
         for name in stale:
             del self._signs_us[name]
+        for name, deaf_us in self._deaf_us.items():
+            silent_us = self.attended_us(max(self._reconnected_us, deaf_us), now_us)
+            if not self._is_deaf(name):
+                silent_us = min(silent_us, self.limit_us)  # its next beat will say it
+            if silent_us > longer_us and name in self._up:
+                silences[name] = max(silent_us, silences.get(name, 0))
         return dict(sorted(silences.items(), key=lambda pair: self._up[pair[0]]))
 
     def _beats_again(self, node: Node, now_us: int) -> bool:
         beat = self.beats.get(node.name)
-        if beat is None or beat.beat is None or beat.heard_us <= self._grace_from_us:
+        if beat is None or beat.beat is None or beat.heard_us <= self._grace_from_us or self._is_deaf(node.name):
             return False
         # A beat of the agent that we lost, not of one that has yet to say NodeJoined.
         return now_us - beat.heard_us < self.heartbeat_us and beat.beat.agent_boot == node.agent.boot

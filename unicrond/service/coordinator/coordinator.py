@@ -148,6 +148,7 @@ class Coordinator(Follower):
         self._answers.forget_unsolved()
         self._breaker = Breaker()
         self._gathering = False
+        self.liveness.bus_works = True  # who stands by sends no beats, and can miss none
 
     async def _rule(self) -> None:
         self.fault = ""

@@ -53,7 +53,16 @@ class NodeWatch:
         while True:
             number += 1
             self.liveness.on_own_beat(self._clock.monotonic_us())
-            beat = Heartbeat(node=OWN_NAME, agent_boot=term, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
+            own_term, own_number = self.liveness.own_beat
+            beat = Heartbeat(
+                node=OWN_NAME,
+                agent_boot=term,
+                beat=number,
+                workers=0,
+                load_milli=0,
+                memory_free_bytes=0,
+                echo_beat=own_number if own_term == term else 0,
+            )
             await self._beat_log.publish(
                 Envelope(producer=OWN_NAME, boot=term, number=number, observed_at_us=self._clock.wall_us(), event=beat)
             )
