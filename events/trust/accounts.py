@@ -231,17 +231,15 @@ def _user_entry(user: User) -> dict[str, Any]:
 
 
 def _roster(users: Iterable[User]) -> list[User]:
-    """Sort the users by login. Raises BadLogin where two have one login or one key."""
+    """Sort the users by login; one may have several keys, while it is given another. Raises BadLogin where two have one
+    key."""
     by_login = sorted(users)
     for user in by_login:
         if not re.fullmatch(KEY_PATTERN, user.key):
             raise BadLogin(f"{user.login}: {user.key!r} is not the public nkey of a user")
-    for field in ("login", "key"):
-        value, count = max(
-            Counter(getattr(user, field) for user in by_login).items(), key=itemgetter(1), default=("", 0)
-        )
-        if count > 1:
-            raise BadLogin(f"{field} {value} occurs twice")
+    key, count = max(Counter(user.key for user in by_login).items(), key=itemgetter(1), default=("", 0))
+    if count > 1:
+        raise BadLogin(f"key {key} occurs twice")
     return by_login
 
 

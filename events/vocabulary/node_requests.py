@@ -104,12 +104,14 @@ class ForgetRequested(Request, frozen=True, kw_only=True):
 class NodeEnrolled(Request, frozen=True, kw_only=True):
     """The node's agent may log in with this key, and with no other (events/trust/logins.py).
 
-    `expires_us`: if the node has not joined by then, the login ends; 0: never.
+    `expires_us`: if the node has not joined by then, the login ends; 0: never. `previous_until_us`: so long the keys
+    that the node has hold as well; 0: they end at once.
     """
 
     node: Name
     key: PublicKey
     expires_us: Micros
+    previous_until_us: Micros = 0
 
     def wish(self) -> str:
         """Say what the person asks for."""

@@ -138,6 +138,35 @@ async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
         assert "unicrond enroll n1" in await refused(path, Login(key=key))
 
 
+async def test_keys_change_under_sessions(tmp_path: Path) -> None:
+    """A node's, by a second enrolment: the first key holds until its file is replaced, and after. The head's own, by
+    renew-key: it goes on under the new one. None of them is refused meanwhile."""
+    path, key, new = with_nats(config(tmp_path, auth="on"), "auth: keys"), tmp_path / "n1.key", tmp_path / "new.key"
+    keys = tmp_path / "state" / "keys"
+    async with daemon(path) as (process, _):
+        await unicrond(path, "enroll", "n1", "--out", str(key))
+        connection = await logged_in(path, Login(key=key))
+        reader = await logged_in(path, Login(key=keys / "reader.key"))
+        session, reading = await connection.session(), await reader.session()
+        await unicrond(path, "enroll", "n1", "--out", str(new))
+        await (await logged_in(path, Login(key=new))).close()
+        assert not session.disconnected.is_set() and connection.is_up
+        new.replace(key)
+        async with asyncio.timeout(20):
+            await session.disconnected.wait()
+            await connection.session()
+        for role in ("coordinator", "api", "reader", "operator"):
+            await unicrond(path, "renew-key", role)
+        async with asyncio.timeout(20):
+            await reading.disconnected.wait()
+            await reader.session()
+        await unicrond(path, "enroll", "n2", "--out", str(new))
+        await (await logged_in(path, Login(key=new))).close()
+        assert process.returncode is None
+        await reader.close()
+        await connection.close()
+
+
 async def test_public_head_requires_tls_and_keys(tmp_path: Path) -> None:
     """NATS and the API; with a node that is enrolled, and a certificate that is renewed while they run."""
     path, key, token = with_nats(config(tmp_path, auth="on"), "host: 0.0.0.0"), tmp_path / "n1.key", tmp_path / "token"

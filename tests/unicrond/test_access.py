@@ -192,3 +192,30 @@ def test_client_takes_token_from_environment(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "given").write_text("other\n")
     monkeypatch.setenv("UNICRON_TOKEN_FILE", str(tmp_path / "mine"))
     assert (token_in(None), token_in(tmp_path / "given")) == ("one", "other")
+
+
+def test_token_file_changes_without_restart(tmp_path: Path) -> None:
+    """Two tokens side by side, one at a time; what cannot be read changes nothing, and the own one is made anew."""
+    path = tmp_path / "token"
+    path.write_text("old\n")
+    access = Access(token_file=path)
+
+    def opens(token: str) -> bool:
+        try:
+            return access.grant("POST", "/v1/tasks", token, "10.0.0.1", 0.0).name == "token"
+        except AccessDenied:
+            return False
+
+    assert opens("old") and not opens("new")
+    path.write_text("new\nold\n")
+    assert opens("old") and opens("new")
+    path.write_text("new\n")
+    assert opens("new") and not opens("old")
+    path.write_text("\n")
+    assert opens("new") and [alarm.name for alarm in access.alarms()] == ["tokens-unreadable"]
+    local = tmp_path / "operator.token"
+    access = Access(local=local, token_file=local)
+    before = local.read_text().strip()
+    assert opens(before)
+    local.unlink()
+    assert not opens(before) and opens(local.read_text().strip()) and access.alarms() == []

@@ -20,15 +20,15 @@ from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, consumers_of
-from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, write_key
+from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, rewrite_key, write_key
 from unicrond.events.trust.logins import BadLogin, Role, User
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.intake.config import ApiConfig, Config, ConfigError, NatsConfig, check, login_as
 from unicrond.service.event_log.consumers import BEAT_WAIT_S, Consumers, following
-from unicrond.service.trust.node_logins import expired, migration_line, remember, remembered
+from unicrond.service.trust.node_logins import RoleLogins, expired, migration_line, next_change_us, remember, remembered
 
 SPEC = v.TaskSpec(name="a")
-KEY, OTHER = (make_key("agent-n1").user.key for _ in range(2))
+KEY, OTHER, THIRD = (make_key("agent-n1").user.key for _ in range(3))
 
 
 class Log:
@@ -65,6 +65,35 @@ def test_login_of_node_is_enrolled_used_and_revoked() -> None:
     assert log.say(enrolled(key=OTHER)).logins == {"n1": NodeLogin(key=OTHER)}, "another key is not used yet"
     assert log.say(v.NodeRevoked(node="n1", reason="gone")).logins == {}
     assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined_messages == 0
+
+
+def test_key_before_holds_beside_new_one_for_its_time() -> None:
+    """A login that is used stays so: its agent does not join again. A pod's ends at once (previous_until_us 0)."""
+    log = Log()
+    log.say(enrolled())
+    log.say(joined("n1"), "n1")
+    login = log.say(v.NodeEnrolled(node="n1", key=OTHER, expires_us=9, previous_until_us=50)).logins["n1"]
+    assert login.keys(49) == (OTHER, KEY) and login.keys(50) == (OTHER,)
+    assert next_change_us({"n1": login}, 10) == 50 and expired({"n1": login}, 60) == []
+    assert "is the key of node n1" in log.say(enrolled("n2")).refusals[-1].reason, "it holds still"
+    third = log.say(v.NodeEnrolled(node="n1", key=THIRD, expires_us=9, previous_until_us=70)).logins["n1"]
+    assert third.keys(49) == (THIRD, OTHER, KEY), "who enrolls twice does not end the key in use"
+    assert log.say(enrolled(key=KEY)).logins["n1"].keys(0) == (KEY,)
+
+
+def test_key_of_role_before_holds_for_a_minute(tmp_path: Path) -> None:
+    path, old, new = tmp_path / "api.key", make_key("api"), make_key("api")
+    write_key(path, old)
+    roles = RoleLogins(tmp_path, [old.user])
+    assert roles.users(0) == [old.user]
+    rewrite_key(path, make_key("reader"))
+    assert roles.users(0) == [old.user], "a key of another login is none of this one"
+    rewrite_key(path, new)
+    assert roles.users(0) == [new.user, old.user]
+    assert roles.users(59_999_999) == [new.user, old.user] and roles.users(60_000_000) == [new.user]
+    rewrite_key(path, old)
+    rewrite_key(path, new)
+    assert roles.users(70_000_000) == [new.user]
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,17 @@ def _add_run(commands: Commands) -> None:
     )
 
 
+def _add_renew_key(commands: Commands) -> None:
+    add_command(
+        commands,
+        "renew-key",
+        "change the key of a login of this machine; the running head lets both in for a minute",
+        examples("unicrond renew-key coordinator --config /etc/unicron.yaml"),
+        option("login", "LOGIN", "coordinator, api, reader, operator, or with NATS servers of your own agent-NODE too"),
+        shared("--config"),
+    )
+
+
 def _add_login_commands(commands: Commands) -> None:
     """Add the commands for keys of logins, and for who may log in."""
     configured = shared("--config")
@@ -201,7 +212,15 @@ def _add_login_commands(commands: Commands) -> None:
             type=number(0, 8784, "h"),
             default=24.0,
         ),
+        option(
+            "--previous-h",
+            "HOURS",
+            "let the keys that the node has hold for so long beside the new one; 0: they end at once (24)",
+            type=number(0, 8784, "h"),
+            default=24.0,
+        ),
     )
+    _add_renew_key(commands)
     add_command(
         commands,
         "revoke",
@@ -307,6 +326,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "restore",
         "enroll",
         "revoke",
+        "renew-key",
         "token",
         "tls-init",
         "check-config",
@@ -341,10 +361,12 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
             from unicrond.commands.config import check_config
 
             return check_config(arguments, config)
-        if arguments.command in ("enroll", "revoke", "token"):
+        if arguments.command in ("enroll", "revoke", "renew-key", "token"):
             from unicrond.commands import logins as logins_command
 
-            command: Callable[[argparse.Namespace, Config], int] = getattr(logins_command, arguments.command)
+            command: Callable[[argparse.Namespace, Config], int] = getattr(
+                logins_command, arguments.command.replace("-", "_")
+            )
             return command(arguments, config)
         if arguments.command in ("archive", "backup", "restore"):
             return _copy(arguments, config)

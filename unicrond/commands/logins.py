@@ -9,6 +9,7 @@ from unicrond.ctl.client import ApiError, Client
 from unicrond.ctl.client_options import token_in
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import UsageError
+from unicrond.events.nats.server_files import replace
 from unicrond.events.trust.accounts import nsc_commands, server_accounts
 from unicrond.events.trust.keys import (
     BadKey,
@@ -20,7 +21,7 @@ from unicrond.events.trust.keys import (
     write_private,
 )
 from unicrond.events.trust.logins import BadLogin, Role, User, agent_login
-from unicrond.intake.config import Config, is_loopback, read_secret
+from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.tls import BadTls, expected_name
 from unicrond.intake.tokens import BadTokens, line_of, make_token, read_tokens
 from unicrond.service.trust.node_certificates import NoAuthority, pem_for_node
@@ -36,7 +37,7 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
         login = agent_login(node)
         if config.nats.url:  # where nats-config has it, or will
             path = config.keys / f"{login}.key"
-            user = _login_user(config.keys, login)
+            user = _login_users(config.keys, login)[0]
             is_sealed = _certify(path, config, node)
         else:
             key = make_key(login)._replace(pem=pem_for_node(config, node))
@@ -50,7 +51,7 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
     except OSError as error:
         return command_line.fail("unicrond enroll", f"cannot use {error.filename}: {error.strerror}")
     try:
-        client(config).enroll(node, user.key, arguments.unused_h)
+        client(config).enroll(node, user.key, arguments.unused_h, arguments.previous_h)
     except ApiError as error:
         if not config.nats.url:
             path.unlink()  # nobody lets it in
@@ -62,6 +63,8 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
     print(f"  unicron-agent --nats {url} --key /etc/unicron.key --node {node} --slots 8 --address ADDRESS")
     if arguments.unused_h:
         print(f"Unused, the key ends in {arguments.unused_h:g} hours.")
+    if arguments.previous_h:
+        print(f"A key that the node has already holds for {arguments.previous_h:g} hours beside it.")
     if not is_sealed:
         print(f"No certificate: {path} is not there, or is a JWT. States of {node} travel in clear.")
     if config.nats.url:
@@ -69,6 +72,29 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
             f"Your NATS servers must let it in: {user.key} as {user.login}, with the rights that "
             "`unicrond nats-config` prints"
         )
+    return 0
+
+
+def renew_key(arguments: argparse.Namespace, config: Config) -> int:
+    """Replace the key of a login in the directory of keys; return the exit code. On NATS servers of one's own both hold
+    until the line of the old one is taken out of LOGIN.pub."""
+    path, public = config.keys / f"{arguments.login}.key", config.keys / f"{arguments.login}.pub"
+    try:
+        key = read_key(path)
+        if key.has_jwt:
+            raise BadKey(f"{path}: is a JWT; get a new one from its operator")
+        new = make_key(key.login)._replace(pem=key.pem, is_for_states=key.is_for_states)
+        if config.nats.url:
+            replace(public, f"{new.user.key}\n{key.user.key}\n")
+        rewrite_key(path, new)
+    except BadKey as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        return command_line.fail("unicrond renew-key", f"cannot use {error.filename}: {error.strerror}")
+    print(f"{path} is new; the head moves to it by itself.")
+    if config.nats.url:
+        print("Your NATS servers must let both in: print `unicrond nats-config` again, and reload them with that.")
+        print(f"When nobody uses the old one, take the second line out of {public}, and do so once more.")
     return 0
 
 
@@ -108,7 +134,7 @@ def nats_config(arguments: argparse.Namespace) -> int:
         if arguments.nsc:
             lines = nsc_commands(logins)
         else:
-            lines = server_accounts([_login_user(arguments.keys, login) for login in logins])
+            lines = server_accounts([user for login in logins for user in _login_users(arguments.keys, login)])
     except (BadLogin, BadKey) as error:
         raise UsageError(str(error)) from None
     except OSError as error:
@@ -117,20 +143,21 @@ def nats_config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _login_user(directory: Path, login: str) -> User:
-    """Return the user of a key that is in the directory, or was, before it was moved to where it is used."""
+def _login_users(directory: Path, login: str) -> list[User]:
+    """Return the login with the key that is in the directory, or was, before it was moved to where it is used; and with
+    the one before, while the key changes."""
     public = directory / f"{login}.pub"
     if public.exists():
-        return User(login, public.read_text().strip())
+        return [User(login, key) for key in public.read_text().split()]
     user = load_or_create_key(directory, login).user
     public.write_text(f"{user.key}\n")
-    return user
+    return [user]
 
 
 def client(config: Config) -> Client:
     """Return a client of the coordinator with this configuration, on this machine. Raises UsageError."""
     host = config.api.host if is_loopback(config.api.host) else "127.0.0.1"
-    token = read_secret(config.api.token_file) if config.api.token_file else token_in(None)
+    token = token_in(Path(config.api.token_file) if config.api.token_file else None)
     if not config.api_tls:
         return Client(f"http://{host}:{config.api.port}", token)
     files = config.certificates

@@ -216,9 +216,9 @@ class Client:
         """Acknowledge, silence or assign an alarm; return {"alarm", "seq"} and what was ordered."""
         return self._object("POST", f"/v1/alarms/{quote(alarm, safe='')}/{act}", body=order)
 
-    def enroll(self, node: str, key: str, unused_h: float) -> dict[str, Any]:
+    def enroll(self, node: str, key: str, unused_h: float, previous_h: float = 0.0) -> dict[str, Any]:
         """Allow the node's agent to log in with this public key; return {"node", "seq"}."""
-        body = {"key": key, "unused_h": unused_h}
+        body = {"key": key, "unused_h": unused_h, "previous_h": previous_h}
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/enroll", body=body)
 
     def revoke(self, node: str, reason: str) -> dict[str, Any]:

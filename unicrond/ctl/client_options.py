@@ -60,7 +60,7 @@ def now_us(options: argparse.Namespace, state: ClusterState) -> int:
 
 
 def token_in(path: Path | None) -> str:
-    """Read the token from the file, else from that of UNICRON_TOKEN_FILE; "" without either. Raises UsageError."""
+    """Read the first token from the file, else from that of UNICRON_TOKEN_FILE; "" without either. Raise UsageError."""
     source = "--token-file"
     if path is None:
         variable = os.environ.get("UNICRON_TOKEN_FILE")
@@ -68,7 +68,7 @@ def token_in(path: Path | None) -> str:
             return ""
         path, source = Path(variable), "UNICRON_TOKEN_FILE"
     try:
-        token = path.read_text(encoding="ascii").strip()
+        token = path.read_text(encoding="ascii").strip().partition("\n")[0].strip()
     except OSError as error:
         raise UsageError(f"{source}: {path}: {error.strerror}; give the file with the token") from None
     except UnicodeDecodeError:

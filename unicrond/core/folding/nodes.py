@@ -16,9 +16,17 @@ from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.requests import agent_mismatch
 from unicrond.core.state.changes import with_incident, with_node, with_task, without_workers
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
-from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture, PreviousKey
 from unicrond.core.state.ordered_map import without
-from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, TaskStatus
+from unicrond.core.state.state import (
+    RETURNS_MAX,
+    ClusterState,
+    Node,
+    NodeLogin,
+    NodeStatus,
+    Severity,
+    TaskStatus,
+)
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
 from unicrond.events.wire.schemas import spoken_schema
@@ -318,11 +326,22 @@ def _without(state: ClusterState, name: str) -> ClusterState:
     return links.forget_links(replace(state, nodes=without(state.nodes, [name])), name)
 
 
+#: So many keys of a node hold beside the newest; the oldest end first.
+_PREVIOUS_KEYS_MAX = 3
+
+
 def node_enrolled(state: ClusterState, event: v.NodeEnrolled, _: Envelope) -> ClusterState:
-    """Store the node's key, in place of any earlier one. A key that is in use stays so when it is enrolled again."""
+    """Store the node's key, in place of any earlier one, or beside those that hold on. A key that is in use stays so
+    when it is enrolled again; so does a login whose earlier keys hold."""
     old = state.logins.get(event.node)
-    is_used = old is not None and old.key == event.key and old.is_used
-    login = NodeLogin(key=event.key, expires_us=event.expires_us, is_used=is_used)
+    previous: tuple[PreviousKey, ...] = ()
+    if old is not None and event.previous_until_us:
+        latest = PreviousKey(old.key, event.previous_until_us)
+        keys = (latest, *old.previous) if old.key != event.key else old.previous
+        keys = tuple(key for key in keys if key.until_us > state.now_us and key.key != event.key)
+        previous = keys[:_PREVIOUS_KEYS_MAX]
+    is_used = old is not None and old.is_used and (old.key == event.key or bool(previous))
+    login = NodeLogin(key=event.key, expires_us=event.expires_us, is_used=is_used, previous=previous)
     return replace(state, logins={**state.logins, event.node: login})
 
 

@@ -89,7 +89,7 @@ def enrolment_problem(state: ClusterState, event: v.NodeEnrolled) -> str:
         return f"node: {event.node} is not a name for nodes; use another"
     if event.node not in state.logins and len(state.logins) >= LOGINS_MAX:
         return f"node: {LOGINS_MAX} nodes are enrolled; revoke those that are gone"
-    owner = next((node for node, login in state.logins.items() if login.key == event.key), event.node)
+    owner = next((node for node, login in state.logins.items() if login.has_key(event.key)), event.node)
     return "" if owner == event.node else f"key: is the key of node {owner}; make another"
 
 

@@ -126,13 +126,29 @@ class Stray(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     command_id: str = ""
 
 
+class PreviousKey(msgspec.Struct, frozen=True, array_like=True):
+    """Name a key that a node had before, and until when it still holds."""
+
+    key: str
+    until_us: int
+
+
 class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Name the key with which a node's agent logs in. `is_used`: the agent has joined since. `expires_us`: when an
-    unused key ends; 0: never."""
+    unused key ends; 0: never. `previous`: keys that hold beside it while the node gets the new one."""
 
     key: str
     expires_us: int = 0
     is_used: bool = False
+    previous: tuple[PreviousKey, ...] = ()
+
+    def has_key(self, key: str) -> bool:
+        """Return whether the key is the login's, or one that it had before and that may still hold."""
+        return key == self.key or any(previous.key == key for previous in self.previous)
+
+    def keys(self, now_us: int) -> tuple[str, ...]:
+        """Return the keys that hold at this time."""
+        return (self.key, *(key.key for key in self.previous if key.until_us > now_us))
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,8 +6,9 @@ Rules
   (own_state.py). A task is changed by its owner, whichever token speaks for him, or by one with scope `operate`.
 * Every request but the probes (PROBES) and the web page's files needs a token with the scope of its route
   (`intake/tokens.py`), if there are tokens at all. The one of `api.token_file` has every scope.
-* The list is read again when its file changes. If it cannot be used, the last one stays in force, and an alarm is
-  raised.
+* The list and the file of `api.token_file` are read again when they change. If one cannot be used, what it held stays
+  in force, and an alarm is raised. A token file may hold several tokens, a line each: old and new side by side.
+* The head's own token file is made anew where it is gone.
 * Who brings no token from the head's own machine is told in which file the head's own one is: whether he may read it
   is the file's mode (0600).
 * A pod of Kubernetes that requests its node's key (POD_LOGINS) shows its own token. login_api.py has that reviewed; a
@@ -21,16 +22,19 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState, Task
+from unicrond.events.host.file_versions import FileVersion, file_version
 from unicrond.events.host.kubernetes_account import POD_LOGINS
+from unicrond.events.trust.keys import write_private
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.intake.config import is_loopback
-from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
+from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, make_token, read_tokens
 from unicrond.page.files import is_page
 
 log = logging.getLogger("unicrond")
@@ -70,14 +74,21 @@ class _Failures:
 
 class Access:
     """Decides which requests the API answers. `token`: has every scope; "" for none. `path`: the file with the list of
-    tokens; None for none. `local`: where `token` stands for this machine's people; None: they have it otherwise."""
+    tokens; None for none. `local`: the file of the head's own token, for this machine's people; None: they have it
+    otherwise. `token_file`: holds the tokens that have every scope, in place of `token`."""
 
-    def __init__(self, token: str = "", path: Path | None = None, local: Path | None = None) -> None:
-        self._all = {hash_token(token): Grant("token", frozenset(Scope))} if token else {}
+    def __init__(
+        self, token: str = "", path: Path | None = None, local: Path | None = None, token_file: Path | None = None
+    ) -> None:
+        self._full_grants = _full_grants([token] if token else [])
+        self._token_file = token_file
+        self._token_file_version: FileVersion | None = None
+        #: Why what `token_file` holds is not in force; "" where it is.
+        self.token_trouble = ""
         self._path = path
         self._local = local
         self._listed: dict[str, Grant] = {}
-        self._file_version: tuple[int, int, int] | None = None
+        self._file_version: FileVersion | None = None
         self._failures: OrderedDict[str, _Failures] = OrderedDict()
         #: Why the list in force is not the one in the file; "" where it is.
         self.trouble = ""
@@ -86,7 +97,7 @@ class Access:
     @property
     def is_open(self) -> bool:
         """Return whether requests need no token."""
-        return not self._all and self._path is None
+        return not self._full_grants and self._path is None
 
     def grant(self, method: str, path: str, token: str, address: str, now_s: float) -> Grant:
         """Return the grant of the token that a request brings. Raises AccessDenied. `now_s`: any clock that never
@@ -98,7 +109,7 @@ class Access:
             return FULL_GRANT
         self._look()
         digest = hash_token(token)
-        grant = self._all.get(digest) or self._listed.get(digest)
+        grant = self._full_grants.get(digest) or self._listed.get(digest)
         if grant is None and not token and self._local is not None and is_loopback(address):
             # unicronctl on this machine asks so first, and is told where to look: that is no guess.
             raise AccessDenied(f"token: missing; {self._local} has one, or give --token-file", 401, str(self._local))
@@ -129,7 +140,10 @@ class Access:
     def alarms(self) -> list[Alarm]:
         """Return what a person has to look at."""
         text = f"api.tokens_file: {self.trouble}; the previous tokens stay valid"
-        return [Alarm("tokens-unreadable", text)] if self.trouble else []
+        alarms = [Alarm("tokens-unreadable", text)] if self.trouble else []
+        if self.token_trouble:
+            alarms.append(Alarm("tokens-unreadable", f"{self.token_trouble}; the previous token stays valid"))
+        return alarms
 
     def count_failure(self, address: str, request: str, now_s: float) -> AccessDenied:
         """Count a refusal of this address, log it if one is due, and return the error to raise. `request`: what was
@@ -151,13 +165,13 @@ class Access:
         return AccessDenied("token: missing or wrong; give --token-file, or set UNICRON_TOKEN_FILE", 401)
 
     def _look(self) -> None:
-        """Read the list of tokens again if its file has changed."""
+        """Read tokens and their list again if their files have changed."""
+        self._look_at_tokens()
         if self._path is None:
             return
         try:
-            stat = self._path.stat()
-            version = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
-            if version == self._file_version:
+            version = file_version(self._path)
+            if version is not None and version == self._file_version:
                 return
             self._listed = read_tokens(self._path.read_text(encoding="ascii"))
         except (OSError, UnicodeDecodeError, BadTokens) as error:
@@ -168,6 +182,35 @@ class Access:
             self.trouble = trouble
             return
         self._file_version, self.trouble = version, ""
+
+    def _look_at_tokens(self) -> None:
+        """Read the tokens with every scope again if their file has changed."""
+        path = self._token_file
+        if path is None:
+            return
+        try:
+            if path == self._local and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_private(path, f"{make_token()}\n")
+            version = file_version(path)
+            if version is not None and version == self._token_file_version:
+                return
+            tokens = path.read_text(encoding="ascii").split()
+            if not tokens:
+                raise BadTokens("holds no token")
+        except (OSError, UnicodeDecodeError, BadTokens) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            trouble = f"api.token_file: {path}: {reason}"
+            if trouble != self.token_trouble:
+                log.error("ALARM: %s; the previous token stays valid", trouble)
+            self.token_trouble = trouble
+            return
+        self._full_grants, self._token_file_version, self.token_trouble = _full_grants(tokens), version, ""
+
+
+def _full_grants(tokens: Iterable[str]) -> dict[str, Grant]:
+    """Return grants of every scope by the hash of their token."""
+    return {hash_token(token): Grant("token", frozenset(Scope)) for token in tokens}
 
 
 def _too_many(address: str) -> str:

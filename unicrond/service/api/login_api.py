@@ -1,6 +1,6 @@
 """The HTTP API's part for logins of nodes: enroll and revoke, by people and by pods of Kubernetes.
 
-    POST /v1/nodes/NAME/enroll             {"key", "unused_h"}
+    POST /v1/nodes/NAME/enroll             {"key", "unused_h", "previous_h"}
     POST /v1/nodes/NAME/revoke             {"reason"}
     POST /v1/pod-logins                    {"key"}, with the pod's token: enroll the node that this pod is
 
@@ -59,7 +59,8 @@ class LoginApi:
     async def enroll(self, request: web.Request) -> web.Response:
         """Allow a node's agent to log in with this key; the node need not have joined before."""
         enrolment = await body_of(request, Enrolment)
-        return await self._enroll(request.match_info["node"], enrolment.key, enrolment.unused_h)
+        previous_until_us = time.time_ns() // 1000 + int(enrolment.previous_h * _HOUR_US) if enrolment.previous_h else 0
+        return await self._enroll(request.match_info["node"], enrolment.key, enrolment.unused_h, previous_until_us)
 
     async def enroll_pod(self, request: web.Request) -> web.Response:
         """Allow the agent of the pod whose token comes with the request to log in with this key; answer with the node
@@ -89,10 +90,15 @@ class LoginApi:
         if is_known:
             return answer({"node": node, "pem": pem})
         self._recent_s[node] = now_s
-        return await self._enroll(node, key, settings.unused_h, {"pem": pem})
+        return await self._enroll(node, key, settings.unused_h, about={"pem": pem})
 
     async def _enroll(
-        self, node: str, key: str, unused_h: float, about: dict[str, object] | None = None
+        self,
+        node: str,
+        key: str,
+        unused_h: float,
+        previous_until_us: int = 0,
+        about: dict[str, object] | None = None,
     ) -> web.Response:
         if not self._config.has_keys:
             return error(400, "nats.auth: this coordinator uses no keys; set it to keys (docs/operate/logins.md)")
@@ -101,7 +107,7 @@ class LoginApi:
             agent_login(node)
         except BadLogin as wrong:
             return error(400, f"node: {wrong}")
-        event = v.NodeEnrolled(node=node, key=key, expires_us=expires_us)
+        event = v.NodeEnrolled(node=node, key=key, expires_us=expires_us, previous_until_us=previous_until_us)
         if problem := enrolment_problem(self._coordinator.state, event):
             return error(400, problem)
         return await self._append(event, {"node": node, **(about or {})}, 202)

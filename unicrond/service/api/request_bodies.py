@@ -13,10 +13,12 @@ from unicrond.events.vocabulary.field_types import Priority, Weight
 
 
 class Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Enrols a node. `unused_h`: the login ends after so many hours without a join; 0: never."""
+    """Enrols a node. `unused_h`: the login ends after so many hours without a join; 0: never. `previous_h`: so long the
+    keys that the node has hold as well; 0: they end at once."""
 
     key: PublicKey
     unused_h: Annotated[float, Meta(ge=0.0, le=8784.0)] = 24.0
+    previous_h: Annotated[float, Meta(ge=0.0, le=8784.0)] = 0.0
 
 
 class PodEnrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

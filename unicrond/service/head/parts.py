@@ -4,6 +4,7 @@ its surroundings. Parts that look at the coordinator do so once something runs, 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import time
@@ -23,13 +24,11 @@ from unicrond.events.nats.lease import NatsLease
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.store_directory_lock import StoreLease
 from unicrond.events.trust.certificates import BadCertificate
-from unicrond.events.trust.keys import write_private
 from unicrond.events.trust.logins import User
 from unicrond.events.vocabulary import AnyEvent
 from unicrond.events.wire.envelope import Envelope
-from unicrond.intake.config import Config, embedded_tls, login, read_secret
+from unicrond.intake.config import Config, embedded_tls, login
 from unicrond.intake.tls import BadTls
-from unicrond.intake.tokens import make_token
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.connections import ApiConnections, connections_max
@@ -50,7 +49,7 @@ from unicrond.service.head.startup import StartupStatus
 from unicrond.service.trust.certificates import Certificates
 from unicrond.service.trust.fuses import Fuses
 from unicrond.service.trust.membership_certificates import Warrants
-from unicrond.service.trust.node_logins import NodeLogins, remembered
+from unicrond.service.trust.node_logins import NodeLogins, RoleLogins, remembered
 
 if TYPE_CHECKING:
     import signal
@@ -133,7 +132,7 @@ class HeadParts:
         if self._consumers is None:
             return {"entrance": entrance}
         self._logins = NodeLogins(
-            self._roles,
+            RoleLogins(self._config.keys, self._roles),
             self._links.server,
             self._config.keys / "nodes",
             self._state,
@@ -240,9 +239,10 @@ def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
 def access_of(config: Config) -> Access:
     """Return who may use the API; the head's own token is made, if it is not there. Raises OSError."""
     local = config.own_token
-    if local is not None and not local.exists():
-        local.parent.mkdir(parents=True, exist_ok=True)
-        write_private(local, f"{make_token()}\n")
     source = local or (Path(config.api.token_file) if config.api.token_file else None)
-    token = read_secret(str(source)) if source is not None else ""
-    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None, local)
+    access = Access(
+        path=Path(config.api.tokens_file) if config.api.tokens_file else None, local=local, token_file=source
+    )
+    if access.token_trouble:
+        raise OSError(errno.EINVAL, access.token_trouble, str(source))
+    return access

@@ -8,6 +8,8 @@ Rules
 * The login of a node that floods the log ends at once, before the log says so (fuses.py).
 * A login that was never used ends after its time: this asks for it, by a request like a person's.
 * The head that has the server tells it, whether it leads or stands by; the one that leads asks.
+* While a node gets a new key the one before holds too, as the log says. A key of this machine (coordinator, API,
+  reader, operator) is read again when its file changes; the one before holds for SIDE_BY_SIDE_S.
 * On a NATS server of one's own the list is the operator's (`unicrond nats-config`); here nothing is told to it.
 """
 
@@ -17,13 +19,16 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
+from unicrond.events.host.file_versions import file_version
 from unicrond.events.nats.server import ServerError
+from unicrond.events.trust.keys import BadKey, read_key
 from unicrond.events.trust.logins import BadLogin, User, agent_login
 from unicrond.events.vocabulary import NodeRevoked
 from unicrond.service.trust.fuses import Fuses
@@ -31,6 +36,8 @@ from unicrond.service.trust.fuses import Fuses
 log = logging.getLogger("unicrond")
 
 LOOK_EVERY_S = 0.25
+#: So long a key of the head's own machine holds beside the one that replaces it.
+SIDE_BY_SIDE_S = 60.0
 
 
 class LoginServer(Protocol):
@@ -39,6 +46,38 @@ class LoginServer(Protocol):
     async def let_in(self, users: Sequence[User]) -> None:
         """Replace the list of logins (see EmbeddedServer)."""
         ...
+
+
+class RoleLogins:
+    """The logins of this machine whose keys are in `directory`. `users`: as they were at the start."""
+
+    def __init__(self, directory: Path, users: Sequence[User]) -> None:
+        self._paths = {user.login: directory / f"{user.login}.key" for user in users}
+        self._users = {user.login: user for user in users}
+        self._versions = {login: file_version(path) for login, path in self._paths.items()}
+        self._previous: list[tuple[User, int]] = []
+
+    def users(self, now_us: int) -> list[User]:
+        """Return the logins that hold now."""
+        for login, path in self._paths.items():
+            version = file_version(path)
+            if version != self._versions[login]:
+                self._versions[login] = version
+                self._load(login, path, now_us)
+        self._previous = [(user, until_us) for user, until_us in self._previous if until_us > now_us]
+        newest = list(self._users.values())
+        return [*newest, *dict.fromkeys(user for user, _ in self._previous if user not in newest)]
+
+    def _load(self, login: str, path: Path, now_us: int) -> None:
+        try:
+            user = read_key(path).user
+        except BadKey as error:
+            log.warning("nats.keys: %s; the key before stays in use", error)
+            return
+        if user.login == login and user != self._users[login]:
+            self._previous.append((self._users[login], now_us + int(SIDE_BY_SIDE_S * 1e6)))
+            self._users[login] = user
+            log.info("the key of %s has changed; the one before holds for %g s", login, SIDE_BY_SIDE_S)
 
 
 class NodeLogins:
@@ -50,7 +89,7 @@ class NodeLogins:
 
     def __init__(
         self,
-        roles: Sequence[User],
+        roles: RoleLogins,
         server: LoginServer | None,
         path: Path,
         state: Callable[[], ClusterState],
@@ -61,7 +100,7 @@ class NodeLogins:
         fuses: Fuses,
         has_shared: bool = False,
     ) -> None:
-        self._roles = tuple(roles)
+        self._roles = roles
         self._server = server
         self._path = path
         self._state = state
@@ -76,18 +115,21 @@ class NodeLogins:
 
     async def run(self) -> None:
         """Keep the server's list up to date, until cancelled. To be started once the log is folded."""
-        current: Mapping[str, NodeLogin] | None = None
+        current: tuple[Mapping[str, NodeLogin], list[User]] | None = None
+        change_us = 0
         ended: list[NodeLogin] = []
         while True:
             self._fuses.flooded.clear()
-            logins = self._state().logins
+            logins, now_us = self._state().logins, self._now_us()
+            roles = self._roles.users(now_us)
             floods = self._fuses.look() if self._leads() else {}
-            if (floods or logins is not current) and await self._tell(logins):
-                current = logins
+            is_current = current is not None and current[0] is logins and current[1] == roles
+            if (floods or not is_current or now_us >= change_us) and await self._tell(roles, logins, now_us):
+                current, change_us = (logins, roles), next_change_us(logins, now_us)
             for node, reason in floods.items():
                 log.error("the login of node %s ends: %s", node, reason)
                 await self._ask(NodeRevoked(node=node, reason=reason))
-            for node in expired(logins, self._now_us()) if self._leads() else ():
+            for node in expired(logins, now_us) if self._leads() else ():
                 if logins[node] not in ended:  # else it is asked for
                     ended.append(logins[node])
                     log.warning("the key of node %s was not used in time: it ends", node)
@@ -111,20 +153,30 @@ class NodeLogins:
                 log.error("ALARM: %s", line)
         self._previous_alarms = alarms
 
-    async def _tell(self, logins: Mapping[str, NodeLogin]) -> bool:
+    async def _tell(self, roles: Sequence[User], logins: Mapping[str, NodeLogin], now_us: int) -> bool:
+        """Let these in, each node with all its keys that hold now; return whether the server does."""
         users = [
-            User(agent_login(node), login.key) for node, login in logins.items() if not self._fuses.has_blown(node)
+            User(agent_login(node), key)
+            for node, login in logins.items()
+            if not self._fuses.has_blown(node)
+            for key in login.keys(now_us)
         ]
         if self._server is None:
             return True
         try:
             await asyncio.to_thread(remember, self._path, users)
-            await self._server.let_in([*self._roles, *users])
+            await self._server.let_in([*roles, *users])
         except (ServerError, OSError) as error:
             self.trouble = str(error)
             return False
         self.trouble = ""
         return True
+
+
+def next_change_us(logins: Mapping[str, NodeLogin], now_us: int) -> int:
+    """Return when the next key ends that holds beside a newer one."""
+    ends_us = [key.until_us for login in logins.values() for key in login.previous if key.until_us > now_us]
+    return min(ends_us, default=sys.maxsize)
 
 
 def expired(logins: Mapping[str, NodeLogin], now_us: int) -> list[str]:
