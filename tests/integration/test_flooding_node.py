@@ -13,7 +13,6 @@ import pytest
 
 from tests.integration.head import UNICROND
 from tests.integration.live import Live, live_cluster, seats
-from unicrond.events.log.entrance import ENTRANCE
 
 NODE = "flooder"
 
@@ -40,12 +39,11 @@ async def test_login_of_flooding_node_ends(tmp_path: Path) -> None:
         await live.until("the flooder has joined", lambda s: NODE in s.nodes)
         victim, (_, pid) = next(iter(seats(before).items()))
         os.kill(pid, signal.SIGKILL)
-        state = await live.until("its login has ended", lambda s: NODE not in s.logins)
+        await live.until("its login has ended", lambda s: NODE not in s.logins)
         sent = json.loads((await asyncio.wait_for(flood.communicate(), 60))[0])
         assert sent["duration_s"] < 50, "the server has ended the connection"
         (revoked,) = live.events("NodeRevoked")
         assert revoked["node"] == NODE and "it floods the log" in revoked["reason"]
-        assert state.last_numbers[NODE][1] > ENTRANCE.size
         alarms = await live.run("unicronctl", "--url", live.dev.url, "alarms")
         assert f"node-floods:{NODE}" in alarms and f"unicrond enroll {NODE}" in alarms, alarms
         healed = await live.until("the worker is replaced", lambda s: victim not in seats(s) and len(seats(s)) == 2)
