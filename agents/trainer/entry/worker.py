@@ -115,6 +115,11 @@ def run_script(entry: str, args: Sequence[str]) -> None:
         raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path or set cwd")
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
+    import torch.distributed as dist
+
+    from unicrond.agents.trainer.process import replica
+
+    dist.init_process_group = replica.refuse_second_world
     runpy.run_path(str(script), run_name="__main__")
 
 

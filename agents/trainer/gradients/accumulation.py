@@ -14,6 +14,11 @@ Rules
   optimizers) is the mean gradient of the whole global batch, in fp32, until `clear`.
 * What may be reduced during a backward is counted: `expect` says how many gradients each parameter will still get,
   and learns of each bucket whose parameters have had theirs. A gradient beyond that is a `surplus`.
+* Where torch's own optimizers step (`torch_grads`), each parameter's `grad` is in the parameter's own dtype, as these
+  want it: the mean, cast once. (Sums in 16 bits would lose what the next micro-batch adds.) And it is None where no
+  micro-batch of the iteration, on any replica, gave the parameter a gradient: optimizers leave out such parameters. One
+  element for each parameter, beside the gradients, says so; they are summed with them, and never divided. So are the
+  buffers that change (`carried_buffers.py`).
 * Where a framework adds gradients to buffers of its own, the stores are laid out as these (`StoreLayout`), and it adds
   to whichever is the present one (`megatron/buffers.py`).
 """
@@ -27,6 +32,7 @@ from functools import partial
 
 import torch
 
+from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
 from unicrond.agents.trainer.lifecycle.lanes import Lanes, Sums
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -60,22 +66,37 @@ def consecutive_layout(parameters: Sequence[torch.nn.Parameter], bucket_bytes: i
     return StoreLayout(starts, spans, bucket_of, end)
 
 
+def with_elements_beside(layout: StoreLayout, count: int) -> StoreLayout:
+    """Return the layout with so many elements behind the gradients, in a bucket of their own: the first, which is
+    reduced last."""
+    spans = [(layout.numel, layout.numel + count), *layout.spans]
+    return StoreLayout(layout.starts, spans, [1 + bucket for bucket in layout.bucket_of], layout.numel + count)
+
+
 class GradientStore:
-    """Memory for one gradient of each parameter: `flat`, and a view of it for each parameter."""
+    """Memory for one gradient of each parameter: `flat`, and a view of it for each parameter. `marks`: parameters that
+    are known to have a gradient in it."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: StoreLayout) -> None:
         device = parameters[0].device if parameters else None
+        self.marks: set[int] = set()
         self.flat = torch.zeros(plan.numel, dtype=torch.float32, device=device)
         self.places = [
             self.flat[start : start + parameter.numel()].view(parameter.shape)
             for start, parameter in zip(plan.starts, parameters, strict=True)
         ]
 
+    def clear(self) -> None:
+        """Have zeros in it."""
+        self.marks.clear()
+        self.flat.zero_()
+
 
 class Accumulation:
     """The accumulated gradients of the parameters that need any. `lanes`: of a fixed sum. `bucket_bytes`: of gradients
     in one bucket, at most (a larger parameter has a bucket of its own). `plan`: the layout of the stores, if not one
-    after the other."""
+    after the other. `torch_grads`: give gradients to torch's own optimizers, in each parameter's dtype. `buffers`:
+    those that travel with the sums."""
 
     def __init__(
         self,
@@ -84,10 +105,19 @@ class Accumulation:
         lanes: Lanes | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         plan: StoreLayout | None = None,
+        torch_grads: bool = False,
+        buffers: CarriedBuffers | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._lanes = lanes
-        self._plan = plan = plan or consecutive_layout(self._parameters, bucket_bytes)
+        plan = plan or consecutive_layout(self._parameters, bucket_bytes)
+        #: Elements of gradients in a store. Behind them: a mark for each parameter, and the buffers.
+        self.gradients = plan.numel
+        self._torch_grads, self._extra_buffers = torch_grads, buffers
+        marks = len(self._parameters) if torch_grads else 0
+        self._room = slice(plan.numel + marks, None)
+        beside = marks + (buffers.size if buffers is not None else 0)
+        self._plan = plan = with_elements_beside(plan, beside) if beside else plan
         self._bucket_of = list(plan.bucket_of)
         #: Of each bucket, [start, stop) in a store.
         self.spans = list(plan.spans)
@@ -142,11 +172,33 @@ class Accumulation:
 
     def settle(self, sums: Iterable[tuple[int, torch.Tensor]], tokens: float) -> None:
         """Make `sums` / `tokens` the gradients; each sum with the place where it starts."""
+        flat = self._first.flat
         for start, total in sums:
-            torch.div(total, tokens, out=self._first.flat[start : start + total.numel()])
+            place = flat[start : start + total.numel()]
+            if start >= self.gradients:
+                place.copy_(total)
+            else:
+                torch.div(total, tokens, out=place)
+        if self._extra_buffers is not None and self._extra_buffers.size:
+            self._extra_buffers.adopt(flat[self._room])
+        if self._torch_grads:
+            marks = flat[self.gradients : self.gradients + len(self._parameters)].tolist()
+            for parameter, mark in zip(self._parameters, marks, strict=True):
+                parameter.grad = parameter.main_grad.to(parameter.dtype) if mark else None
+            return
         for parameter in self._parameters:
             if parameter.dtype == torch.float32:
                 parameter.grad = parameter.main_grad
+
+    def begin_micro_batches(self) -> None:
+        """Note that the program computes micro-batches now: their buffers are to be told apart from those before."""
+        if self._extra_buffers is not None:
+            self._extra_buffers.begin()
+
+    def end_micro_batches(self, micro_batches: Sequence[int]) -> None:
+        """Note that the program has computed these. Raises BufferMoved."""
+        if self._extra_buffers is not None:
+            self._extra_buffers.end(micro_batches, self._present.flat[self._room])
 
     def clear(self) -> None:
         """Begin an iteration: nothing accumulated or expected, no `grad` that aliases a store. Stores beyond what the
@@ -157,7 +209,7 @@ class Accumulation:
         spares = [store for store in (*self.sums.all_sums(), *self._free) if store is not self._first]
         self._free = [self._first, *spares[: self._stores_max - 1]]
         for store in self._free:
-            store.flat.zero_()
+            store.clear()
         self._stores_max = 1
         self.sums = Sums(self._add_up)
         self._enter(self._first)
@@ -238,12 +290,16 @@ class Accumulation:
         return target
 
     def _release(self, store: GradientStore) -> None:
-        store.flat.zero_()
+        store.clear()
         self._free.append(store)
 
     def _accumulate(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        self._present.places[index].add_(gradient)
+        store = self._present
+        store.places[index].add_(gradient)
+        if self._torch_grads and index not in store.marks:
+            store.marks.add(index)
+            store.flat[self.gradients + index] = 1.0
         self._note_gradient(index)
 
     def _note_gradient(self, index: int, *_: object) -> None:

@@ -165,10 +165,14 @@ class Reduction:
         group = self._round.group
         assert group is not None
         copy = self._accumulation.copy(bucket)
-        self._note_norm(bucket, copy)
-        self._round.arriving[bucket] = {self._accumulation.spans[bucket][0]: (copy, group.all_reduce(copy))}
+        start = self._accumulation.spans[bucket][0]
+        self._note_norm(start, copy)
+        self._round.arriving[bucket] = {start: (copy, group.all_reduce(copy))}
 
     def _note_norm(self, place: int, *shares: torch.Tensor) -> None:
+        """Note the norm of what stands at the element `place` and behind it, where that is gradients."""
+        if place >= self._accumulation.gradients:
+            return
         if place not in self._norms and shares:
             self._norms[place] = torch.linalg.vector_norm(
                 torch.stack([torch.linalg.vector_norm(share) for share in shares])

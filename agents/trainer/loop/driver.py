@@ -18,7 +18,8 @@ import torch
 from unicrond.agents.protocol.messages import EXIT_NO_MEMBERSHIP
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.detection.observing import Detection
-from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.accumulation import BUCKET_BYTES, Accumulation
+from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
 from unicrond.agents.trainer.gradients.finishing import gradient_finalizer
 from unicrond.agents.trainer.gradients.passing import Passing
 from unicrond.agents.trainer.gradients.reduction import Reduction
@@ -29,6 +30,7 @@ from unicrond.agents.trainer.lifecycle import effects as e
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.member_state import lanes_of
 from unicrond.agents.trainer.lifecycle.results import RendezvousTimedOut
+from unicrond.agents.trainer.loop import examination
 from unicrond.agents.trainer.loop.handlers import HANDLERS, EffectHandlers
 from unicrond.agents.trainer.process import randomness
 from unicrond.agents.trainer.process.context import Context
@@ -100,7 +102,9 @@ def make_driver(
     """
     spec = process.launch.spec
     lanes = lanes_of(spec)
-    accumulation = (gradients or partial(_plain_accumulation, models))(lanes, process.settings.bucket_bytes)
+    buffers = CarriedBuffers(models if gradients is None else ())
+    make = gradients or partial(plain_accumulation, models, optimizer, buffers)
+    accumulation = make(lanes, process.settings.bucket_bytes)
     sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
     state = TrainingState(
         models, optimizer, scheduler, randomness, partial(_describe_layout, process, models, optimizer)
@@ -119,7 +123,7 @@ def make_driver(
         rendezvous=rendezvous,
         detection=Detection(
             process,
-            (parameter for module in models for parameter in module.parameters()),
+            [*(parameter for module in models for parameter in module.parameters()), *buffers.tensors],
             loss_scaled=_loss_scaled(optimizer),
         ),
         sharing=None if sharded is None else Sharing(sharded),
@@ -131,9 +135,22 @@ def make_driver(
     return driver
 
 
-def _plain_accumulation(models: Sequence[torch.nn.Module], lanes: Lanes | None, bucket_bytes: int) -> Accumulation:
-    parameters = (parameter for module in models for parameter in module.parameters())
-    return Accumulation(parameters, lanes=lanes, bucket_bytes=bucket_bytes)
+def plain_accumulation(
+    models: Sequence[torch.nn.Module],
+    optimizer: Any,
+    buffers: CarriedBuffers,
+    lanes: Lanes | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Accumulation:
+    """Return the accumulation of the models' parameters, each once, for the optimizers that step them."""
+    parameters = dict.fromkeys(parameter for module in models for parameter in module.parameters())
+    return Accumulation(
+        parameters,
+        lanes=lanes,
+        bucket_bytes=bucket_bytes,
+        torch_grads=examination.needs_torch_grads(optimizer),
+        buffers=buffers,
+    )
 
 
 def _describe_layout(process: Context, models: Sequence[torch.nn.Module], optimizer: Any) -> object:

@@ -1,6 +1,6 @@
 """The hook: what a Megatron-core training loop calls, and all that unicrond needs of it.
 
-    hook = Hook.attach(model, optimizer, scheduler)
+    hook = Hook.attach(model, optimizer, scheduler)   # or lists of several
     for step in hook.steps():
         for micro_batch in step:                    # assigned to this replica; more of them after a peer's death
             loss_sum, tokens = forward_backward(step, micro_batch)
@@ -32,17 +32,19 @@ from unicrond.agents.protocol.messages import LEFT_EARLY
 from unicrond.agents.protocol.sampling import work_seed
 from unicrond.agents.trainer.detection.checksum import checksum
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
 from unicrond.agents.trainer.lifecycle.effects import Compute, Optimize
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
-from unicrond.agents.trainer.loop.driver import LifecycleDriver, make_driver
+from unicrond.agents.trainer.loop import examination
+from unicrond.agents.trainer.loop.driver import LifecycleDriver, make_driver, plain_accumulation
 from unicrond.agents.trainer.loop.local import Local as Local
 from unicrond.agents.trainer.loop.local import LocalHook
 from unicrond.agents.trainer.process import context, determinism
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
 from unicrond.agents.trainer.process.randomness import seed_all
-from unicrond.agents.trainer.states.state import Stateful, flatten
+from unicrond.agents.trainer.states.state import Stateful, as_one, flatten
 from unicrond.events.vocabulary import WorkerReady
 
 MAX_REASON = 512
@@ -112,6 +114,8 @@ class Hook:
     _context: Context
     _driver: LifecycleDriver
     _overlap: bool
+    #: None where the model is a framework's own.
+    _examination: examination.Examination | None = None
     _has_ended: bool = False
     _step: Step | None = None
     _early: LeftEarly | None = None
@@ -129,21 +133,26 @@ class Hook:
         loaded_iteration: int | None = None,
         gradients: Callable[[Lanes | None, int], Accumulation] | None = None,
     ) -> Hook:
-        """Take over gradient accumulation and cross-replica reduction of `model` (or model chunks).
+        """Take over gradient accumulation and cross-replica reduction of `model` (or several).
 
-        `optimizer` and `scheduler` need state_dict and load_state_dict. `dataset_size`: samples in the data set,
-        over which `step.samples` permutes; None: an endless stream. `overlap`: reduce inside the last backward; only
-        for loops that give each parameter at most one gradient per micro-batch (one backward for each; an iteration
-        fails where that is not so). `loaded_iteration`: the iteration after which the state is the one that the program
-        has loaded itself, 0 for none, on every replica; training goes on from there, unless a later state is found.
+        `optimizer` and `scheduler`, or lists of several, need state_dict and load_state_dict. `dataset_size`: samples
+        in the data set, over which `step.samples` permutes; None: an endless stream. `overlap`: reduce inside the last
+        backward; only for loops that give each parameter at most one gradient per micro-batch (one backward for each;
+        an iteration fails where that is not so). `loaded_iteration`: the iteration after which the state is the one
+        that the program has loaded itself, 0 for none, on every replica; training goes on from there, unless a later
+        state is found.
         `gradients`: makes the accumulation of the task's lanes, with so many bytes in a bucket, for a framework with
-        buffers of its own. Raises RuntimeError outside a worker, CannotFinish for a model that would train wrongly.
+        buffers of its own. Raises RuntimeError outside a worker, CannotAttach and CannotFinish for what would train
+        wrongly.
         """
         process = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        optimizer, scheduler = as_one(optimizer), as_one(scheduler)
+        attachment = examination.examine(models, optimizer, scheduler) if gradients is None else None
+        process.replica.require_own_world()
         driver = make_driver(process, models, optimizer, scheduler, dataset_size, gradients)
         driver.member.loaded_iteration = loaded_iteration
-        hook = Hook(process, driver, overlap)
+        hook = Hook(process, driver, overlap, attachment)
         driver.accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
         process.finish = hook._finish
@@ -163,7 +172,9 @@ class Hook:
         if context.is_worker():
             return Hook.attach(model, optimizer, scheduler, **options)
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        return LocalHook.create(local, models, options.get("dataset_size"), options.get("loaded_iteration"))
+        attachment = examination.examine(models, as_one(optimizer), as_one(scheduler))
+        sums = plain_accumulation(models, as_one(optimizer), CarriedBuffers(models))
+        return LocalHook.create(local, attachment, sums, options.get("dataset_size"), options.get("loaded_iteration"))
 
     @property
     def is_leader(self) -> bool:
@@ -213,8 +224,12 @@ class Hook:
         driver = self._driver
         if self._driver.member.state != "new":
             raise RuntimeError("hook.steps() has begun already: loop over it once, to its end")
+        if self._examination is not None:
+            self._examination.compare_all()
         driver.begin()
         while isinstance(driver.seam, Compute):
+            if self._examination is not None:
+                self._examination.compare()
             self._step = step = Step(self, driver.seam.ledger.iteration)
             try:
                 yield step
@@ -285,7 +300,9 @@ class Hook:
                 driver.fire("micro_batch")
                 if self._overlap and ledger.is_last(todo):
                     driver.reduction.overlap(driver.group, len(todo))
+                driver.accumulation.begin_micro_batches()
                 yield todo
+                driver.accumulation.end_micro_batches(todo)
                 compute_time.end(len(todo))
             if ledger.finish(len(todo)):
                 ledger.end_run()
@@ -303,7 +320,9 @@ class Hook:
         self._testing_bits = True
         for _ in range(2):
             with driver.accumulation.scratch_store() as gradients:
+                driver.accumulation.begin_micro_batches()
                 yield [determinism.MICRO_BATCH]
+                driver.accumulation.end_micro_batches([determinism.MICRO_BATCH])
                 checksums.append(checksum([gradients]))
         self._testing_bits = False
         driver.check_bits(checksums)

@@ -1,6 +1,6 @@
 """The hook's loop without unicrond: one process, one replica, no recovery. For trying a program, and for its tests.
 
-    hook = Hook.attach(model, optimizer, scheduler, alone=Alone(iterations=100, global_batch=8))
+    hook = Hook.attach_or_local(Local(iterations=100, global_batch=8), model, optimizer, scheduler)
 
 What a program sees of it is what `hook.py` gives in a task: the same micro-batches, samples and seeds, the same mean
 gradients as a task with one lane (`UNICRON_LANES: "1"`). Nothing is saved.
@@ -9,7 +9,7 @@ gradients as a task with one lane (`UNICRON_LANES: "1"`). Nothing is saved.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from unicrond.agents.protocol.sampling import Sampling, work_seed
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
 from unicrond.agents.trainer.lifecycle.ledger import to_fixed_point
+from unicrond.agents.trainer.loop.examination import Examination
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class LocalHook:
     """The hook of a process that is the only replica, with the interface of `hook.Hook`."""
 
     task: Local
+    examination: Examination
     sums: Accumulation
     _sampling: Sampling
     _loaded_iteration: int = 0
@@ -93,16 +95,21 @@ class LocalHook:
 
     @staticmethod
     def create(
-        task: Local, models: Sequence[torch.nn.Module], dataset_size: int | None, loaded_iteration: int | None
+        task: Local,
+        examination: Examination,
+        sums: Accumulation,
+        dataset_size: int | None,
+        loaded_iteration: int | None,
     ) -> LocalHook:
-        """Return the hook over `models`. `dataset_size`, `loaded_iteration`: as for `Hook.attach`."""
-        sums = Accumulation(parameter for model in models for parameter in model.parameters())
+        """Return the hook over the models of `sums`. `dataset_size`, `loaded_iteration`: as for `Hook.attach`."""
         sampling = Sampling(task.seed, task.global_batch, task.micro_batch, dataset_size)
-        return LocalHook(task, sums, sampling, loaded_iteration or 0)
+        return LocalHook(task, examination, sums, sampling, loaded_iteration or 0)
 
     def steps(self) -> Iterator[LocalStep]:
         """Yield the iterations one after the other. Raises RuntimeError for a step that the loop left early."""
+        self.examination.compare_all()
         for iteration in range(self._loaded_iteration + 1, self.task.iterations + 1):
+            self.examination.compare()
             self.sums.clear()
             self._iteration, self._loss_sum, self._tokens = iteration, 0.0, 0
             step = LocalStep(self, iteration)
@@ -118,7 +125,9 @@ class LocalHook:
         micro_batches = list(range(self.task.global_batch // self.task.micro_batch))
         size = at_most or len(micro_batches)
         for first in range(0, len(micro_batches), size):
+            self.sums.begin_micro_batches()
             yield micro_batches[first : first + size]
+            self.sums.end_micro_batches(micro_batches[first : first + size])
         if self._tokens <= 0:
             raise RuntimeError(f"iteration {step.iteration}: no tokens were added; call step.add(loss_sum, tokens)")
         places = [(start, self.sums.copy(bucket)) for bucket, (start, _) in enumerate(self.sums.spans)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,21 @@ from unicrond.events.host.network_addresses import interface_of
 from unicrond.events.megatron import command_line as megatron_lm
 
 _MEET_TIMEOUT = timedelta(minutes=5)
+
+
+WORLD_TEXT = (
+    "unicrond has made it, a world of one replica, before the program began; leave init_process_group and"
+    " destroy_process_group out (`if not dist.is_initialized():`), and make groups of your own with dist.new_group"
+)
+
+
+class WorldReplaced(RuntimeError):
+    """The program has a default process group of its own; replicas would wait for ranks that are not there."""
+
+
+def refuse_second_world(*_: object, **__: object) -> NoReturn:
+    """Stand in the place of `init_process_group` once the world is there. Raises WorldReplaced."""
+    raise WorldReplaced(f"init_process_group: the default process group is there already: {WORLD_TEXT}")
 
 
 class ReplicaWorld:
@@ -44,6 +60,7 @@ class ReplicaWorld:
             server = dist.TCPStore(launch.store.host, launch.store.port, None, False, _MEET_TIMEOUT)
             store = dist.PrefixStore(f"replica/{launch.task}/{launch.replica}", server)
         dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
+        self._world = dist.group.WORLD
         if spec.entry != megatron_lm.ENTRY:  # which sets it up from its own flags
             tp, pp, vpp, ep, _ = spec.cut
             parallel_state.initialize_model_parallel(
@@ -53,6 +70,11 @@ class ReplicaWorld:
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=tp // ep if ep > 1 else None,
             )
+
+    def require_own_world(self) -> None:
+        """Raises WorldReplaced where the program has put another default process group in the place of this one."""
+        if dist.group.WORLD is not self._world:
+            raise WorldReplaced(f"the program has replaced torch.distributed's default process group: {WORLD_TEXT}")
 
     def highest(self, *values: int) -> list[int]:
         """Return each value's maximum over the replica's shards."""

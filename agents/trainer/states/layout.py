@@ -41,8 +41,8 @@ def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: in
             tensors[f"{number}.{name}"] = pieces
             names[id(tensor)] = f"{number}.{name}"
     try:
-        paths = {path: names[id(parameter)] for path, parameter in _owners(optimizer)}
-    except _Unknown:
+        paths = {path: names[id(parameter)] for path, parameter in owners(optimizer)}
+    except UnknownOptimizer:
         return None
     return StateLayout(tp, pp, tensors, paths)
 
@@ -79,12 +79,13 @@ def _piece(sharded: ShardedTensor, within: tuple[int, ...], shape: tuple[int, ..
 # --- optimizers ----------------------------------------------------------------------------------
 
 
-class _Unknown(Exception):
+class UnknownOptimizer(Exception):
     """The optimizer's state is not known to lie by parameter."""
 
 
-def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's parameter for each path of `optimizer.state_dict()` that belongs to one. Raises _Unknown."""
+def owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's parameter for each path of `optimizer.state_dict()` that belongs to one. Raises
+    UnknownOptimizer."""
     if isinstance(optimizer, torch.optim.Optimizer):
         yield from _torch_owners(optimizer, {})
         return
@@ -97,7 +98,7 @@ def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         chained = optimizer.chained_optimizers
         for number, inner in enumerate(chained):
             ahead = "" if len(chained) == 1 else f"{number}."
-            yield from ((f"{ahead}{path}", parameter) for path, parameter in _owners(inner))
+            yield from ((f"{ahead}{path}", parameter) for path, parameter in owners(inner))
     elif type(optimizer) is FP32Optimizer:
         yield from _torch_owners(optimizer.optimizer, {})
     elif type(optimizer) is Float16OptimizerWithFloat16Params:
@@ -109,7 +110,7 @@ def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"fp32_from_fp16_params.{group}.{number}", parameter
         yield from ((f"optimizer.{path}", parameter) for path, parameter in _torch_owners(optimizer.optimizer, models))
     else:
-        raise _Unknown
+        raise UnknownOptimizer
 
 
 def _plain_owners(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -135,6 +135,51 @@ class Generators(Protocol):
         ...
 
 
+# --- several optimizers, or schedulers, as one ---------------------------------------------------
+
+
+class StatefulList:
+    """Several optimizers, or several schedulers, as one: `members`, in the order in which the program gave them. A
+    state holds one state for each."""
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        self.members = list(members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of all optimizers."""
+        return [group for member in self.members for group in getattr(member, "param_groups", ())]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all members, in their order."""
+        return {"members": [member.state_dict() for member in self.members]}
+
+
+def members_of(stateful: Any) -> list[Any]:
+    """Return the members of a list, or the only one; none of None."""
+    if isinstance(stateful, StatefulList):
+        return stateful.members
+    return [] if stateful is None else [stateful]
+
+
+def states_in(stateful: Any, state: Any) -> list[Any] | None:
+    """Return the state of each member in a state of `stateful`; None where it is of another number of them."""
+    if not isinstance(stateful, StatefulList):
+        return [] if stateful is None else None if isinstance(state, dict) and set(state) == {"members"} else [state]
+    states = state.get("members") if isinstance(state, dict) else None
+    return states if isinstance(states, list) and len(states) == len(stateful.members) else None
+
+
+def as_one(stateful: Any) -> Any:
+    """Return what the program gave as one: itself, or a list of several."""
+    if not isinstance(stateful, list | tuple):
+        return stateful
+    return stateful[0] if len(stateful) == 1 else StatefulList(stateful) if stateful else None
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class TrainingState:
     """The objects that make up a worker's state: Megatron's (or plain torch's) model, optimizer and scheduler.
@@ -182,16 +227,18 @@ class TrainingState:
         with torch.no_grad():
             for name, tensor in self._tensors():
                 tensor.copy_(tensors[name])
-        # First from the parameters, then from the state: where it has fp32 masters of its own, those are the truth.
-        if hasattr(self.optimizer, "reload_model_params"):
-            self.optimizer.reload_model_params()
-        self.optimizer.load_state_dict(tree["optimizer"])
+        for optimizer, state in zip(
+            members_of(self.optimizer), states_in(self.optimizer, tree["optimizer"]) or (), strict=True
+        ):
+            _load_optimizer(optimizer, state)
         for group, rates in zip(self._groups(), self._rates, strict=False):
             group.update(rates)
-        if self.scheduler is not None:
-            if hasattr(self.scheduler, "num_steps"):  # Megatron's adds what it loads to where it stands
-                self.scheduler.num_steps = 0
-            self.scheduler.load_state_dict(tree["scheduler"])
+        for scheduler, state in zip(
+            members_of(self.scheduler), states_in(self.scheduler, tree["scheduler"]) or (), strict=True
+        ):
+            if hasattr(scheduler, "num_steps"):  # Megatron's adds what it loads to where it stands
+                scheduler.num_steps = 0
+            scheduler.load_state_dict(state)
         if self.generators is not None and tree.get("generators") is not None:
             self.generators.resume(tree["generators"])
         registered = tree.get("registered", {})
@@ -202,6 +249,9 @@ class TrainingState:
 
     def require_fitting(self, tree: dict[str, Any]) -> None:
         """Raises BadState where the state is of another model."""
+        for role, stateful in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
+            if states_in(stateful, tree[role]) is None:
+                raise BadState(f"{role}: this program attaches {len(members_of(stateful))}, the state is of others")
         expected, tensors = dict(self._tensors()), tree["tensors"]
         if expected.keys() != tensors.keys():
             difference = sorted(expected.keys() ^ tensors.keys())
@@ -231,3 +281,20 @@ class TrainingState:
         for number, model in enumerate(self.models):
             for name, buffer in model.named_buffers():
                 yield f"{number}.{name}", buffer
+
+
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    # First from the parameters, then from the state: where it has fp32 masters of its own, those are the truth.
+    if hasattr(optimizer, "reload_model_params"):
+        optimizer.reload_model_params()
+    optimizer.load_state_dict(state)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    # torch casts what it loads to the parameter's dtype: of a 16-bit parameter's float32 averages, bits would be lost.
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        entry = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and name in entry and entry[name].dtype != value.dtype:
+                entry[name] = value.to(entry[name].device, copy=True)
