@@ -124,19 +124,27 @@ def main(case: str, iterations: int, global_batch: int, micro_batch: int) -> Non
         optimizer = torch.optim.AdamW(model.first.parameters(), 0.01)
     dtype = next(model.parameters()).dtype
     rows, classes = data()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=2, enabled=case == "scaled")
     hook = Hook.attach_or_local(
         Local(iterations, global_batch, micro_batch), model, optimizer, scheduler, dataset_size=SAMPLES
     )
+    hook.register("scaler", scaler)
     for step in hook.steps():
         for number in step:
             step.seed(number)
             places = list(step.samples(number))
-            scores = model(rows[places].to(dtype)).float()
-            loss = torch.nn.functional.cross_entropy(scores, classes[places], reduction="sum")
-            loss.backward()
+            with torch.autocast("cpu", torch.float16, enabled=case == "scaled"):
+                scores = model(rows[places].to(dtype)).float()
+                loss = torch.nn.functional.cross_entropy(scores, classes[places], reduction="sum")
+            scaler.scale(loss).backward()
             step.add(loss.detach(), len(places))
+        for one in listed(optimizer):
+            scaler.unscale_(one) if case == "scaled" else None
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for one in [*listed(optimizer), *listed(scheduler)]:
+        for one in listed(optimizer):
+            scaler.step(one)
+        scaler.update()
+        for one in listed(scheduler) if case != "scaled" else ():  # it warns of steps that are left out
             one.step()
         print(f"iteration {step.iteration}: {step.loss!r} {digest(model, listed(optimizer))}", flush=True)
 

@@ -71,6 +71,7 @@ def healed(server: ForkServer, directory: Path, spec: TaskSpec) -> dict[str, dic
 CASES = (
     "bf16",
     "fp16",
+    "scaled",
     "two",
     "two-schedulers",
     "batchnorm",
@@ -89,7 +90,8 @@ def test_healed_bits_are_those_of_the_program_alone(
 ) -> None:
     own_models.main(case, ITERATIONS, BATCH, MICRO_BATCH)
     alone = lines(capsys.readouterr().out)
-    assert len({words.split()[1] for words in alone.values()}) == ITERATIONS, "each iteration trains"
+    steps = len({words.split()[1] for words in alone.values()})
+    assert steps == ITERATIONS or (case == "scaled" and 4 < steps < ITERATIONS - 1), "each iteration trains"
     for worker, found in healed(server, tmp_path, task(case)).items():
         assert found == {iteration: alone[iteration] for iteration in found}, worker
         assert found or worker == "t.4"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from unicrond import Hook, Local
+from unicrond.agents.trainer.gradients import carried_buffers
 from unicrond.agents.trainer.gradients.carried_buffers import BufferMoved
+from unicrond.agents.trainer.loop import examination
 from unicrond.agents.trainer.loop.examination import CannotAttach
 from unicrond.agents.trainer.loop.local import LocalHook
+from unicrond.agents.trainer.process import replica
 from unicrond.agents.trainer.states.state import tensor_bytes
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -148,6 +153,28 @@ def test_attach_refuses(name: str) -> None:
     with pytest.raises(CannotAttach, match=sentence) as refusal:
         attach(*build())
     assert "\n" not in str(refusal.value)
+
+
+def test_document_has_every_sentence_of_attach() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "use" / "hook.md").read_text()
+    quotes = re.findall(r'"([^"]+)"', text.split("| refused | sentence |")[1].split("\n\n")[0])
+    messages = []
+    for build, _ in REFUSED.values():
+        with pytest.raises(CannotAttach) as refusal:
+            attach(*build())
+        messages.append(str(refusal.value))
+        assert any(quote in messages[-1] for quote in quotes), messages[-1]
+    source = "".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+        for path in (Path(examination.__file__), Path(carried_buffers.__file__), Path(replica.__file__))
+    )
+    elsewhere = [quote for quote in quotes if not any(quote in message for message in messages)]
+    for quote in elsewhere:
+        words = quote.replace("first.weight", "{name}").replace("last.weight", "{name}")
+        words = words.replace("DistributedDataParallel, which", "{wrapper}, which")
+        words = words.replace("2.0 MiB", "{place.tensor.nbytes / 2**20:.1f} MiB")
+        words = words.replace("of 4 micro", "of {len(micro_batches)} micro").split("; give")[0]
+        assert words in source, quote
 
 
 def test_attach_refuses_scheduler_without_state() -> None:

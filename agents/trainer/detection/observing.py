@@ -90,7 +90,7 @@ class Detection:
     ) -> None:
         """Begin to observe. `loss_scaled`: gradients grow with a scale that changes, and overflow when it is too large:
         their norms say nothing."""
-        self._loss_scaled = loss_scaled
+        self.loss_scaled = loss_scaled
         settings, spec = context.settings, context.launch.spec
         self._mark: Marker = context.mark
         self._channel: AgentChannel = context.channel
@@ -222,7 +222,7 @@ class Detection:
             compute_time.compute_us * micro_batches // max(1, compute_time.micro_batches)
         )  # some may have been of another group
         compute_time.clear()
-        return Sighting(compute_us, micro_batches, 0.0 if self._loss_scaled else norm, number)
+        return Sighting(compute_us, micro_batches, 0.0 if self.loss_scaled else norm, number)
 
     def checksums_due(self, iteration: int) -> bool:
         """Return whether checksums are made in the iteration."""

@@ -206,6 +206,8 @@ class Hook:
         if name in state.registered or self._driver.member.state != "new":
             raise ValueError(f"hook.register({name!r}, ...): register each name once, before the first step")
         flatten(stateful.state_dict())
+        if isinstance(stateful, torch.amp.GradScaler):
+            self._driver.detection.loss_scaled = True
         state.registered[name] = stateful
 
     def log(self, metrics: Mapping[str, Any]) -> None:
