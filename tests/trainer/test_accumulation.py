@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
 from unicrond.agents.trainer.gradients.reduction import Reduction
 from unicrond.agents.trainer.groups.group import Operation
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
@@ -60,6 +61,20 @@ def test_accumulation_drops_invalid_sums() -> None:
     assert not accumulation.sums.of_blocks and accumulation.sums.running[1].flat.item() == 1.0
     accumulation.select_lane(0)
     assert not accumulation.sums.running[0].flat.any()
+
+
+def test_norm_is_of_gradients_alone() -> None:
+    """Marks and buffers travel beside the gradients; they would make one replica's norm stand out."""
+    module = torch.nn.BatchNorm1d(2, affine=False)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    accumulation = Accumulation([parameter], torch_grads=True, buffers=CarriedBuffers([module]))
+    reduction, group = Reduction(accumulation), Line()
+    accumulation.begin_micro_batches()
+    (parameter * torch.tensor([3.0, 4.0, 0.0, 0.0])).sum().backward()
+    module(torch.randn(5, 2))
+    accumulation.end_micro_batches([0])
+    reduction.start(group, lambda: None)  # type: ignore[arg-type]
+    assert len(group.started) == 2 and reduction.norm() == 5.0
 
 
 # --- in turn -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from unicrond.agents.trainer.loop import examination
 from unicrond.agents.trainer.loop.examination import CannotAttach
 from unicrond.agents.trainer.loop.local import LocalHook
 from unicrond.agents.trainer.process import replica
-from unicrond.agents.trainer.states.state import tensor_bytes
+from unicrond.agents.trainer.states.state import BadState, TrainingState, as_one, tensor_bytes
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
@@ -104,9 +104,15 @@ def on_meta() -> tuple[Any, ...]:
     return model, SGD(model.parameters(), 0.1)
 
 
+class Elsewhere(torch.nn.Parameter):
+    """Says that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda:1"))  # type: ignore[assignment]
+
+
 def two_devices() -> tuple[Any, ...]:
     model = Net()
-    model.last.to("meta")
+    model.last.weight = Elsewhere(torch.zeros(1, 4))
     return model, SGD(model.parameters(), 0.1)
 
 
@@ -132,6 +138,7 @@ REFUSED = {
     "gradient hook": (with_hook, r"last\.weight has a post-accumulate gradient hook"),
     "lazy": (lazy, r"between\.0\.weight has no shape yet: run one forward pass"),
     "meta": (on_meta, r"first\.weight is on the meta device"),
+    "two devices": (two_devices, r"last\.bias on cpu and last\.weight on cuda:1: a process trains on one device"),
     "no state_dict": (of(lambda model: Bare([*model.parameters()])), r"the optimizer Bare has no state_dict"),
     "no param_groups": (of(lambda _: Hidden()), r"the optimizer Hidden has no param_groups"),
     "odd state": (of(lambda model: Odd(model.parameters(), 0.1)), r"the optimizer Odd: its state_dict must hold plain"),
@@ -368,6 +375,36 @@ def test_sums_of_16_bit_gradients_are_in_32() -> None:
     assert weight[0].grad.item() == 1.0
 
 
+class Averaging(SGD):
+    """Keeps a float32 average of each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["average"] = torch.full((4,), 1.0 + 2.0**-20)
+
+
+def test_loaded_optimizer_keeps_float32_of_16_bit_parameters() -> None:
+    models = [torch.nn.Linear(4, 4, bias=False).bfloat16() for _ in range(2)]
+    optimizers = [Averaging(model.parameters(), 0.1) for model in models]
+    optimizers[0].step()
+    states = [TrainingState([model], one, None) for model, one in zip(models, optimizers, strict=True)]
+    states[1].restore(states[0].capture(1, 0.0))
+    average = optimizers[1].state[models[1].weight]["average"]
+    assert average.dtype == torch.float32 and average[0].item() == 1.0 + 2.0**-20
+
+
+def test_state_of_another_number_of_optimizers_does_not_fit() -> None:
+    model = Net()
+    one, two = SGD(model.first.parameters(), 0.1), SGD(model.last.parameters(), 0.2)
+    tree = TrainingState([model], as_one([one, two]), None).capture(1, 0.0)
+    with pytest.raises(BadState, match="optimizer: this program attaches 1, the state is of others"):
+        TrainingState([model], one, None).require_fitting(tree)
+    two.param_groups[0]["lr"] = 0.5
+    TrainingState([model], as_one([one, two]), None).restore(tree)
+    assert (one.param_groups[0]["lr"], two.param_groups[0]["lr"]) == (0.1, 0.2)
+
+
 # --- buffers -------------------------------------------------------------------------------------
 
 
@@ -416,6 +453,12 @@ def test_buffers_after_an_iteration_are_those_of_micro_batch_0() -> None:
     expected = 0.1 * model.first(torch.ones(2, 4)).mean(0).detach()
     run(model, iterations=1)
     assert torch.allclose(norm.running_mean, expected) and norm.num_batches_tracked == 1
+
+
+def test_statistics_of_a_large_norm_are_carried() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2**18 + 1), torch.nn.BatchNorm1d(2**18 + 1))
+    run(model, iterations=2, micro_batches=2)
+    assert model[1].num_batches_tracked == 2
 
 
 def test_carried_bits_are_exact() -> None:
