@@ -156,14 +156,12 @@ def log_seen(transition: Transition, log: LogSeen) -> None:
     is_another = bool(difference(transition.memory, log))
     if is_another:
         forget_log(transition)
-    if log.identity:
-        adopted_us = max(transition.memory.log_adopted_us, log.adopted_us)
-        if (log.identity, log.last_seq, adopted_us) != (
-            transition.memory.log,
-            transition.memory.log_seq,
-            transition.memory.log_adopted_us,
-        ):
-            transition.remember(log=log.identity, log_seq=log.last_seq, log_adopted_us=adopted_us)
+    if log.created:
+        memory = transition.memory
+        adopted_us = max(memory.log_adopted_us, log.adopted_us)
+        notes = (log.created, log.last_seq, log.marks, adopted_us)
+        if notes != (memory.log, memory.log_seq, memory.log_marks, memory.log_adopted_us):
+            transition.remember(log=log.created, log_seq=log.last_seq, log_marks=log.marks, log_adopted_us=adopted_us)
     transition.state = replace(transition.state, log_seen=True)
     if is_another and transition.state.phase == "up":
         join(transition)

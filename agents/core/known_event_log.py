@@ -2,16 +2,18 @@
 
 Rules
 -----
-* An agent remembers its log's birth, how long it was, its newest term, and the last time a person adopted a log by
-  name.
-* A log that was born at another time, that is shorter, or whose terms have gone back is another one: what it says of
+* An agent remembers the entries by which it knows its log (events/log/log_identity.py): the first that the stream held
+  and the newest claim of a term, since its login may read no others. And when the stream was made, how long the log
+  was, its newest term, and the last time a person adopted a log by name.
+* A log that holds other entries there, that is shorter, or whose terms have gone back is another one: what it says of
   this node is void, and this agent's observations have no place there. The agent takes nothing from it and writes
-  nothing to it; its workers train on (event_log_guard.py).
+  nothing to it; its workers train on (event_log_guard.py). A complete restore is the known log.
 * A NATS server that came back with an empty store has lost the known log. An agent makes none; it waits, as it does
   before another log.
 * A person's order is in the log itself: `unicrond run --new-log` and `unicrond restore` put the time of the order into
   CoordinatorStarted (`adopted_us`), and so does every later coordinator. An order that is younger than the one that the
-  agent remembers is carried out, whatever log it remembers; a log that only looks new has no such order.
+  agent remembers is carried out, whatever log it remembers: in a stream that was made since, entries may be lost that
+  the agent cannot look for. A log that only looks new has no such order.
 * An agent that starts on a node without workers and without states has nothing to lose: it takes the log that is there.
 * An agent without memory and without workers reads behind the log's end: all that stands there was for others before it
   (`entries_behind`).
@@ -20,6 +22,8 @@ Rules
 from __future__ import annotations
 
 from unicrond.agents.core.state import LogSeen, Remembered
+from unicrond.events.log import log_identity
+from unicrond.events.log.log_identity import LogPoints
 
 
 def difference(memory: Remembered, log: LogSeen | None, read_seq: int = 0) -> str:
@@ -31,13 +35,13 @@ def difference(memory: Remembered, log: LogSeen | None, read_seq: int = 0) -> st
         return ""
     if log is None:
         return f"the event log is gone: NATS has none, and this agent knows the one made at {memory.log}"
-    if not log.identity:
+    if not log.created:
         return ""
-    if log.identity != memory.log:
-        return f"the event log was made at {log.identity}, and this agent knows the one made at {memory.log}"
-    known_seq = max(memory.log_seq, read_seq)
-    if log.last_seq < known_seq:
-        return f"the event log ends at entry {log.last_seq}, and this agent knows entry {known_seq}"
+    if log.created != memory.log and is_taken(memory, log):
+        return f"the event log was made at {log.created}, and a person has taken it since this agent knows its own"
+    points = LogPoints(memory.log, max(memory.log_seq, read_seq), memory.log_marks)
+    if change := log_identity.difference(points, LogPoints(log.created, log.last_seq, log.marks), "this agent"):
+        return change.reason
     if 0 < log.term < memory.fence[0]:
         return f"the event log's newest term is {log.term}, and this agent has obeyed term {memory.fence[0]}"
     return ""

@@ -15,6 +15,7 @@ from unicrond.agents.core.commit_sums import CommitSum, Position
 from unicrond.agents.core.worker_budgets import ReportDrops, WorkerBudget, WorkerHeldUp
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import FromForkServer, FromWorker, GroupMembership, Hello, ToForkServer, ToWorker
+from unicrond.events.log.log_identity import LogMark
 from unicrond.events.vocabulary import (
     AnyCommand,
     Decision,
@@ -100,10 +101,11 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
 
     #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
     since_boot: int = 0
-    #: The log that all this is about: its birth, its end at the last look, when a person adopted it
-    #: (known_event_log.py).
+    #: The log that all this is about: when its stream was made, its end at the last look, entries by which it is known,
+    #: when a person adopted it (known_event_log.py).
     log: str = ""
     log_seq: int = 0
+    log_marks: tuple[LogMark, ...] = ()
     log_adopted_us: int = 0
     #: The last entry of its feed that is handled, as far as it was written down; 0: not known.
     read_seq: int = 0
@@ -295,12 +297,13 @@ class MachineSaw(_StateStruct, frozen=True, kw_only=True):
 
 
 class LogSeen(_StateStruct, frozen=True, kw_only=True):
-    """The event log answers. `identity`: when its stream was made, "" where that is unknown. `last_seq`: of its last
-    entry. `term`: its newest, 0: unknown. `adopted_us`: when a person last adopted a log by name, according to this
-    log."""
+    """The event log answers. `created`: when its stream was made, "" where nothing can be known. `last_seq`: of its
+    last entry. `marks`: entries by which it is known. `term`: its newest, 0: unknown. `adopted_us`: when a person last
+    adopted a log by name, according to this log."""
 
-    identity: str
+    created: str
     last_seq: int = 0
+    marks: tuple[LogMark, ...] = ()
     term: int = 0
     adopted_us: int = 0
 

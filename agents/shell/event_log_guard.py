@@ -12,13 +12,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from unicrond.agents.core.known_event_log import difference, is_taken
 from unicrond.agents.core.state import LogSeen, Remembered
+from unicrond.events.log import log_identity
+from unicrond.events.log.log_identity import LogMark
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, NoReply, Session
+from unicrond.events.nats.stored_message import stored_time_us
 from unicrond.events.nats.streams import NO_STREAM, JetStreamError, api_once
-from unicrond.events.nats.terms import Terms
+from unicrond.events.nats.terms import Terms, started_in
+from unicrond.events.wire.envelope import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +134,7 @@ class LogGuard:
             log = await self._ask(warns=False)
             if log is None:
                 doubts += 1
-            elif not log.identity:
+            elif not log.created:
                 self._trust(session)  # nothing can be known
             elif difference(self._memory(), log, self._read_seq()):
                 doubts += 1
@@ -149,7 +154,7 @@ class LogGuard:
     async def _ask(self, *, warns: bool) -> LogSeen | None:
         """Return the server's information about the log; None where it has no such stream.
 
-        The identity is "" where the server does not answer though it is connected; `warns`: log a warning then.
+        `created` is "" where the server does not answer though it is connected; `warns`: log a warning then.
         """
         unanswered, pause_s, has_warned = 0, 0.1, False
         while unanswered < _ATTEMPTS:
@@ -165,12 +170,7 @@ class LogGuard:
                     has_warned = True
                     logger.warning("NATS cannot say anything of the event log now (%s); asking again", error)
             else:
-                return LogSeen(
-                    identity=str(info["created"]),
-                    last_seq=int(info["state"]["last_seq"]),
-                    term=claim.term if claim else 0,
-                    adopted_us=claim.adopted_us if claim else 0,
-                )
+                return _log_seen(info, claim)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _AGAIN_MAX_S)
         if warns:
@@ -179,7 +179,22 @@ class LogGuard:
                 "--new-log when you recreate the log",
                 EVENT_STREAM,
             )
-        return LogSeen(identity="")
+        return LogSeen(created="")
+
+
+def _log_seen(info: dict[str, Any], claim: Entry | None) -> LogSeen:
+    """Return what the stream's information and the newest claim in it say of the log."""
+    state, event = info["state"], started_in(claim)
+    marks = [log_identity.mark_of(claim)] if claim is not None else []
+    if state["messages"] and (claim is None or claim.seq != state["first_seq"]):
+        marks.insert(0, LogMark(int(state["first_seq"]), stored_time_us(state["first_ts"]), ""))
+    return LogSeen(
+        created=str(info["created"]),
+        last_seq=int(state["last_seq"]),
+        marks=tuple(marks),
+        term=event.term if event else 0,
+        adopted_us=event.adopted_us if event else 0,
+    )
 
 
 def _waiting(trouble: str, *, is_gone: bool) -> str:

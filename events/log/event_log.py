@@ -46,6 +46,11 @@ class LogDamaged(LogError):
     """Entries that must be there are missing or broken; the message says which and where."""
 
 
+class AnotherLog(LogError):
+    """The log that answers is another one than was read before; the message says what differs. Nothing of it was read,
+    and nothing written to it."""
+
+
 class Fence(NamedTuple):
     """The right to decide: `term`, and the sequence number under which it was claimed."""
 

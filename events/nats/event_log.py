@@ -19,7 +19,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import random
 import time
@@ -43,8 +42,9 @@ from unicrond.events.log.subjects import (
     subject,
 )
 from unicrond.events.nats.connection import REQUEST_TIMEOUT_S, Backoff, Connection, NoReply, ReplyTimeout, Session
+from unicrond.events.nats.log_proof import LogProof
 from unicrond.events.nats.reader import read_batches, read_stream
-from unicrond.events.nats.stored_message import StoredMessage, message_id_in
+from unicrond.events.nats.stored_message import StoredMessage, stored_entry
 from unicrond.events.nats.streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, JetStreamError, answer, api
 from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat
 from unicrond.events.wire.codec import encode
@@ -78,7 +78,8 @@ class NatsEventLog:
 
     `give_up_s`: after how long without an answer `append` raises LogUnavailable; None = never. `extra_headers`: further
     headers of appended messages. `on_duration`: called with the seconds that each append took. `session_gate`: awaited
-    before a message alone is sent in a session: returns once it may be sent, or the session is lost.
+    before a message alone is sent in a session: returns once it may be sent, or the session is lost. `proof`: asked in
+    each session before anything is read or written there; raises AnotherLog.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class NatsEventLog:
         extra_headers: Callable[[Envelope], dict[str, str]] = lambda _: {},
         on_duration: Callable[[float], object] = lambda _: None,
         session_gate: Callable[[Session], Awaitable[object]] | None = None,
+        proof: LogProof | None = None,
     ) -> None:
         self._session_gate = session_gate
+        self._proof = proof
         self._connection = connection
         self._give_up_s = give_up_s
         self._extra_headers = extra_headers
@@ -144,7 +147,10 @@ class NatsEventLog:
         """Yield what `read` yields, in pieces as they come."""
         async with aclosing(self.read_stored(after_seq, until_seq=until_seq)) as batches:
             async for batch in batches:
-                yield decode_messages(batch)
+                entries = decode_messages(batch)
+                if self._proof is not None:
+                    self._proof.note(entries[-1])
+                yield entries
 
     async def read_stored(
         self, after_seq: int = 0, *, until_seq: int | None = None
@@ -156,7 +162,8 @@ class NatsEventLog:
             await self._require_held(after_seq + 1)
         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
         seq = after_seq
-        async with aclosing(read_batches(self._connection, EVENT_STREAM, start=start)) as batches:
+        proves = self._proof.require if self._proof is not None else None
+        async with aclosing(read_batches(self._connection, EVENT_STREAM, start=start, proves=proves)) as batches:
             async for batch in batches:
                 for number, stored in enumerate(batch):
                     seq += 1
@@ -305,8 +312,10 @@ class NatsEventLog:
             self.trouble = f"NATS did not store the events: {error}"
 
     async def _write(self, messages: Sequence[_Message], conditions: dict[str, str]) -> dict[str, int]:
-        """Make one attempt to write; return sequence numbers by event id. Raises NoReply, JetStreamError."""
+        """Make one attempt to write; return numbers by event id. Raises NoReply, JetStreamError, AnotherLog."""
         session = await self._connection.session()
+        if self._proof is not None:
+            await self._proof.require_once(session)
         if len(messages) == 1:
             only = messages[0]
             reply = await session.request(only.subject, only.body, {**only.headers, **conditions})
@@ -415,11 +424,3 @@ def _expect(term_seq: int) -> dict[str, str]:
         "Nats-Expected-Last-Subject-Sequence": str(term_seq),
         "Nats-Expected-Last-Subject-Sequence-Subject": TERM_SUBJECT,
     }
-
-
-def stored_entry(message: dict[str, Any]) -> Entry:
-    """Decode the entry in an answer of STREAM.MSG.GET."""
-    at_us = round(datetime.fromisoformat(message["time"]).timestamp() * 1_000_000)
-    body = base64.b64decode(message.get("data", ""))
-    message_id = message_id_in(base64.b64decode(message.get("hdrs", "")))
-    return entry(int(message["seq"]), at_us, message["subject"], body, message_id)

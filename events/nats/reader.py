@@ -16,7 +16,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -70,12 +70,14 @@ async def read_batches(
     filter_subjects: Sequence[str] = (),
     headers_only: bool = False,
     resume: bool = True,
+    proves: Callable[[Session], Awaitable[object]] | None = None,
 ) -> AsyncGenerator[list[StoredMessage], None]:
     """Yield messages of `stream` in order, without end; each time those that are there, at most BATCH.
 
     `start`: where to begin, in the words of JetStream's consumer configuration ("deliver_policy" and what belongs to
     it). After an interruption, reading continues right after what was read last, or with `resume` False at `start`
-    again.
+    again. `proves`: awaited after each beginning, before the first message is given out; what it raises ends the
+    reading, except NoReply, which is an interruption.
     """
     backoff = Backoff(f"reading {stream}")
     while True:
@@ -84,6 +86,8 @@ async def read_batches(
         interruption: Exception
         try:
             await consumer.open({**start, "filter_subjects": list(filter_subjects), "headers_only": headers_only})
+            if proves is not None:  # after the consumer is made: it delivers from the stream that is asked here
+                await proves(session)
             async with aclosing(consumer.messages(backoff.reset)) as messages:
                 async for batch in messages:
                     if resume:

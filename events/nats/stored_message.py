@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nats.aio.msg import Msg
 
+from unicrond.events.log.subjects import entry
 from unicrond.events.vocabulary.phrases import EPOCH
+from unicrond.events.wire.envelope import Entry
 
 #: The server's own headers in an answer to a direct get of many messages.
 _STREAM = b"\r\nNats-Stream: "
@@ -71,5 +74,17 @@ def direct_answer(headers: bytes, body: bytes) -> tuple[int, StoredMessage] | No
     if match is None:
         raise ValueError(f"no answer to a direct get of many: {headers!r:.200}")
     subject, seq, time, last_seq = match.groups()
-    at_us = (datetime.fromisoformat(time.decode()) - EPOCH) // _MICROSECOND
+    at_us = stored_time_us(time.decode())
     return int(last_seq), StoredMessage(int(seq), at_us, subject.decode(), body, None, message_id_in(headers[:begin]))
+
+
+def stored_entry(message: dict[str, Any]) -> Entry:
+    """Decode the entry in an answer of STREAM.MSG.GET."""
+    body = base64.b64decode(message.get("data", ""))
+    message_id = message_id_in(base64.b64decode(message.get("hdrs", "")))
+    return entry(int(message["seq"]), stored_time_us(message["time"]), message["subject"], body, message_id)
+
+
+def stored_time_us(text: str) -> int:
+    """Parse a time as the server writes it, and return microseconds since the epoch."""
+    return (datetime.fromisoformat(text) - EPOCH) // _MICROSECOND

@@ -8,7 +8,7 @@ from typing import Any
 
 from unicrond.events.log.event_log import LogError
 from unicrond.events.log.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, EVENT_SUBJECTS
-from unicrond.events.nats.connection import REQUEST_TIMEOUT_S, Backoff, Connection, NoReply, PublishDenied
+from unicrond.events.nats.connection import REQUEST_TIMEOUT_S, Backoff, Connection, NoReply, PublishDenied, Session
 from unicrond.events.wire.codec import MAX_EVENT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ async def api(connection: Connection, subject: str, request: dict[str, Any]) -> 
 
 
 async def api_once(
-    connection: Connection, subject: str, request: dict[str, Any], timeout_s: float = REQUEST_TIMEOUT_S
+    connection: Connection | Session, subject: str, request: dict[str, Any], timeout_s: float = REQUEST_TIMEOUT_S
 ) -> dict[str, Any]:
     """Call the JetStream API once. Raises NoReply (PublishDenied), JetStreamError."""
     message = await connection.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout_s=timeout_s)

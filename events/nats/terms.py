@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from unicrond.events.log.subjects import EVENT_STREAM, TERM_SUBJECT, entry
 from unicrond.events.nats.connection import Backoff, Connection, NoReply, PublishDenied
 from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.stored_message import stored_time_us
 from unicrond.events.nats.streams import JetStreamError
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.codec import BadEvent, decode
@@ -62,28 +63,24 @@ class Terms:
                     )
                     return
                 await backoff.wait_after(error)
-        if newest is not None:
-            self._take(newest)
+        if event := started_in(newest):
+            self._take(event)
 
-    async def newest(self) -> CoordinatorStarted | None:
-        """Return the newest claim in the log; None where there is none that can be read. Raises NoReply,
-        JetStreamError."""
-        newest_entry = await self._newest()
-        is_claim = isinstance(newest_entry, RecordedEvent) and isinstance(
-            newest_entry.envelope.event, CoordinatorStarted
-        )
-        return newest_entry.envelope.event if is_claim else None  # type: ignore[union-attr, return-value]  # as it was just looked at
-
-    async def _newest(self) -> Entry | None:
+    async def newest(self) -> Entry | None:
+        """Return the entry of the newest claim in the log; None where there is none. Raises NoReply, JetStreamError."""
         try:
             return await NatsEventLog(self._connection).newest_term()
         except PublishDenied:  # a login that may ask for this subject alone, of any replica
             subject = f"$JS.API.DIRECT.GET.{EVENT_STREAM}.{TERM_SUBJECT}"
             reply = await self._connection.request(subject, b"")
-            headers = reply.headers or {}
             if not reply.data:
                 return None
-            return entry(int(headers.get("Nats-Sequence", 0)), 0, TERM_SUBJECT, reply.data)
+            headers = reply.headers or {}
+            try:
+                seq, at_us = int(headers["Nats-Sequence"]), stored_time_us(headers["Nats-Time-Stamp"])
+            except (KeyError, ValueError) as error:
+                raise NoReply(f"{subject}: the answer cannot be read: {error!r}") from None
+            return entry(seq, at_us, TERM_SUBJECT, reply.data)
 
     async def follow(self) -> None:
         """Watch for ever: claims from now on, and those made while there was no session."""
@@ -110,3 +107,9 @@ class Terms:
         if event.term > self._term:
             self._term = event.term
             self._on_term(event)
+
+
+def started_in(claim: Entry | None) -> CoordinatorStarted | None:
+    """Return the event of a claim; None where there is none, or it cannot be read."""
+    event = claim.envelope.event if isinstance(claim, RecordedEvent) else None
+    return event if isinstance(event, CoordinatorStarted) else None

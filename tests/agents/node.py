@@ -221,7 +221,7 @@ class Node:
     def boot(self, *, port: int = 4000) -> None:
         """The log can be reached, the fork server is there and says what it holds."""
         if not self.state.log_seen:
-            self.feed(LogSeen(identity=self.log))
+            self.feed(LogSeen(created=self.log))
         self.has_fork_server = True
         self.port = port
         for exited in list(self.exits.values()):

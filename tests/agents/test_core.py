@@ -186,7 +186,7 @@ def test_node_joins_after_log_identity() -> None:
     node = Node()
     node.feed(ForkServerSaid(message=Inventory(store_port=1, workers=())))
     assert node.of(NodeJoined) == []
-    node.feed(LogSeen(identity=""))
+    node.feed(LogSeen(created=""))
     assert len(node.of(NodeJoined)) == 1
 
 

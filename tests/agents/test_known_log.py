@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import nats_snapshots
 from tests.agents.node import Node, committed
 from tests.agents.processes import TIMEOUT_S, has_ended
 from tests.agents.test_core import member
@@ -17,6 +19,7 @@ from unicrond.agents.core.known_event_log import difference, is_taken
 from unicrond.agents.core.state import LogSeen, Remembered
 from unicrond.agents.host.paths import PROBE_SOCKET
 from unicrond.agents.shell.probe import Condition, ask
+from unicrond.events.log.log_identity import LogMark
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
@@ -28,20 +31,36 @@ from unicrond.events.wire.schemas import SCHEMA, told_version
 
 __all__ = ["agent", "coordinator"]  # fixtures
 
-KNOWN = Remembered(log="first", log_seq=40, log_adopted_us=7, fence=(3, 1))
+CLAIM = LogMark(30, 3_000, "coordinator-3-1")
+MARKS = (LogMark(1, 1_000, ""), CLAIM)
+KNOWN = Remembered(log="first", log_seq=40, log_marks=MARKS, log_adopted_us=7, fence=(3, 1))
 
 
 @pytest.mark.parametrize(
     ("seen", "read_seq", "words"),
     [
-        (LogSeen(identity="first", last_seq=40, term=3), 40, ""),
-        (LogSeen(identity="first", last_seq=90, term=9), 40, ""),
-        (LogSeen(identity="first", last_seq=90), 40, ""),
-        (LogSeen(identity=""), 40, ""),
-        (LogSeen(identity="second", last_seq=90, term=9), 40, "was made at second, and this agent knows"),
-        (LogSeen(identity="first", last_seq=39, term=3), 0, "ends at entry 39, and this agent knows entry 40"),
-        (LogSeen(identity="first", last_seq=40, term=3), 41, "ends at entry 40, and this agent knows entry 41"),
-        (LogSeen(identity="first", last_seq=90, term=2), 40, "newest term is 2, and this agent has obeyed term 3"),
+        (LogSeen(created="first", last_seq=40, term=3), 40, ""),
+        (LogSeen(created="first", last_seq=90, term=9), 40, ""),
+        (LogSeen(created="first", last_seq=90), 40, ""),
+        (LogSeen(created=""), 40, ""),
+        (LogSeen(created="second", last_seq=40, term=3, marks=MARKS), 40, ""),
+        (
+            LogSeen(created="second", last_seq=90, term=4, marks=(MARKS[0], LogMark(80, 8_000, "coordinator-4-1"))),
+            40,
+            "",
+        ),
+        (LogSeen(created="second", last_seq=90, term=3, marks=(LogMark(20, 2_000, ""), CLAIM)), 40, ""),
+        (LogSeen(created="first", last_seq=90, term=3, marks=(LogMark(1, 1_001, ""), CLAIM)), 40, "entry 1 of the"),
+        (
+            LogSeen(created="second", last_seq=90, term=3, marks=(LogMark(30, 3_001, "coordinator-3-1"),)),
+            40,
+            "entry 30 of the event log is another than the one that this agent knows",
+        ),
+        (LogSeen(created="second", last_seq=90, term=9, marks=MARKS, adopted_us=8), 40, "and a person has taken it"),
+        (LogSeen(created="second", last_seq=90, term=9), 40, "was made at second, and holds none of the entries"),
+        (LogSeen(created="first", last_seq=39, term=3), 0, "ends at entry 39, and this agent knows entry 40"),
+        (LogSeen(created="first", last_seq=40, term=3), 41, "ends at entry 40, and this agent knows entry 41"),
+        (LogSeen(created="first", last_seq=90, term=2), 40, "newest term is 2, and this agent has obeyed term 3"),
         (None, 40, "the event log is gone: NATS has none, and this agent knows the one made at first"),
     ],
 )
@@ -52,15 +71,37 @@ def test_log_difference_names_cause(seen: LogSeen | None, read_seq: int, words: 
 
 
 def test_adoption_order_must_be_newer() -> None:
-    assert not is_taken(KNOWN, LogSeen(identity="second", adopted_us=7)), "one that was obeyed already"
-    assert is_taken(KNOWN, LogSeen(identity="second", adopted_us=8))
+    assert not is_taken(KNOWN, LogSeen(created="second", adopted_us=7)), "one that was obeyed already"
+    assert is_taken(KNOWN, LogSeen(created="second", adopted_us=8))
 
 
-@pytest.mark.parametrize("seen", [LogSeen(identity="second", adopted_us=5), LogSeen(identity="first", adopted_us=5)])
+def test_memory_of_older_agent_knows_stream_alone() -> None:
+    older = Remembered(log="first", log_seq=40)
+    assert not difference(older, LogSeen(created="first", last_seq=40, marks=MARKS))
+    assert "was made at second" in difference(older, LogSeen(created="second", last_seq=40, marks=MARKS))
+
+
+def test_restored_log_changes_nothing_but_stream() -> None:
+    """A complete restore: no worker ends, nothing is said anew."""
+    node = Node()
+    node.boot()
+    node.feed(LogSeen(created="first", last_seq=10, marks=MARKS[:1]))
+    member(node, "a.1", 1, generation=9)
+    node.feed(LogSeen(created="first", last_seq=40, marks=MARKS))
+    node.appended.clear()
+    node.feed(LogSeen(created="restored", last_seq=40, marks=MARKS))
+    assert not node.processes["a.1"].quit and node.appended == []
+    memory = node.state.memory
+    assert (memory.log, memory.log_seq, memory.log_marks) == ("restored", 40, MARKS)
+    node.say("a.1", committed(9, 4))
+    assert node.of(StepCommitted)
+
+
+@pytest.mark.parametrize("seen", [LogSeen(created="second", adopted_us=5), LogSeen(created="first", adopted_us=5)])
 def test_node_rejoins_adopted_log(seen: LogSeen) -> None:
     node = Node()
     node.boot()
-    node.feed(LogSeen(identity="first", last_seq=10))
+    node.feed(LogSeen(created="first", last_seq=10))
     member(node, "a.1", 1, generation=9)
     node.appended.clear()
     node.feed(seen)
@@ -69,7 +110,7 @@ def test_node_rejoins_adopted_log(seen: LogSeen) -> None:
     node.say("a.1", committed(9, 4))
     assert node.of(StepCommitted) == []
     memory = node.state.memory
-    assert (memory.log, memory.log_seq, memory.log_adopted_us, memory.fence) == (seen.identity, 0, 5, (0, 0))
+    assert (memory.log, memory.log_seq, memory.log_adopted_us, memory.fence) == (seen.created, 0, 5, (0, 0))
     node.appended.clear()
     node.feed(seen)
     assert node.appended == []
@@ -181,6 +222,32 @@ async def test_agent_waits_out_shorter_log_and_resumes(
     steps = [await anew.until(StepCommitted) for _ in range(3)]
     assert [step.first for step in steps[1:]] == [step.last + 1 for step in steps[:-1]], "the steps have no gap"
     assert not has_ended(pid, 0) and not any(isinstance(e.envelope.event, WorkerExited) for e in anew.seen)
+    await anew.entries.aclose()
+
+
+async def test_agent_goes_on_in_restored_log(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
+    """A complete restore into another stream: no worker ends, nobody joins anew, and the steps have no gap."""
+    await coordinator.take_over()
+    await coordinator.trained("a.1")
+    pid = next(e.envelope.event.pid for e in coordinator.seen if isinstance(e.envelope.event, WorkerStarted))
+    await coordinator.entries.aclose()
+    agent.process.send_signal(signal.SIGSTOP)  # a backup holds all that was ever acknowledged
+    saved = await nats_snapshots.backup(nats_connection, EVENT_STREAM)
+    await api(nats_connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+    agent.process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(2)  # the agent has something to say meanwhile, and nowhere to
+    await nats_snapshots.restore(nats_connection, saved)
+    anew = Coordinator(nats_connection)
+    steps = [await anew.until(StepCommitted) for _ in range(3)]
+    while anew.seen[-1].seq <= saved.state["last_seq"]:
+        steps.append(await anew.until(StepCommitted))
+    assert [step.first for step in steps[1:]] == [step.last + 1 for step in steps[:-1]], "the steps have no gap"
+    joins = [e for e in anew.seen if isinstance(e.envelope.event, NodeJoined)]
+    assert len(joins) == 1 and not has_ended(pid, 0)
+    assert not any(isinstance(e.envelope.event, WorkerExited) for e in anew.seen)
+    assert "begins anew" not in agent.log()
     await anew.entries.aclose()
 
 

@@ -152,7 +152,7 @@ def test_machine_report_follows_change_and_join() -> None:
     agent.feed(MachineSaw(hold="", reason=""))
     agent.feed(cordon)
     assert agent.of(v.MachineReported) == [], "it has not joined"
-    agent.feed(LogSeen(identity="first"))
+    agent.feed(LogSeen(created="first"))
     agent.feed(ForkServerSaid(message=Inventory(store_port=4000, workers=())))
     assert [said.hold for said in agent.of(v.MachineReported)] == ["cordon"]
     agent.feed(cordon)

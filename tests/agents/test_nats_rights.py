@@ -11,12 +11,13 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from tests.contracts.logs import beat, command, decision, envelope_of, fact, started
+from tests.contracts.logs import beat, command, decision, envelope_of, fact, history, started
 from unicrond.agents.core.state import Remembered
 from unicrond.agents.kubernetes.keeper import standing
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
 from unicrond.events.log.event_log import LogUnavailable
+from unicrond.events.log.log_identity import mark_of
 from unicrond.events.log.subjects import EVENT_STREAM, WARRANT_HEADER
 from unicrond.events.nats.commands import NatsCommandFeed, ensure_command_consumer
 from unicrond.events.nats.connection import Connection, Login, PublishDenied, connect
@@ -69,7 +70,8 @@ async def test_agent_key_grants_all_needed_rights(links: Links) -> None:
         assert [claim.term for claim in claims] == [1]
         guard = LogGuard(agent, terms, Remembered, lambda: 0, lambda: False)
         seen = await guard.wait_for_log()
-        assert seen.identity and (seen.last_seq, seen.term) == (1, 1)
+        assert seen.created and (seen.last_seq, seen.term) == (1, 1)
+        assert seen.marks == tuple(mark_of(entry) for entry in await history(log)), "what its login may see of it"
 
         heard: asyncio.Queue[str] = asyncio.Queue()
 

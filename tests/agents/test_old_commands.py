@@ -65,7 +65,7 @@ async def test_agent_without_memory_answers_nothing_of_past(
         agent.end()
 
 
-LOG = LogSeen(identity="first", last_seq=40)
+LOG = LogSeen(created="first", last_seq=40)
 
 
 def test_feed_begins_where_agent_has_read() -> None:
@@ -82,5 +82,5 @@ def test_another_log_has_no_read_entry() -> None:
     node.boot()
     node.command(start("a.1", 1))
     node.state = replace(node.state, memory=replace(node.state.memory, log="first", log_seq=30, read_seq=25))
-    node.feed(LogSeen(identity="second", last_seq=50))
+    node.feed(LogSeen(created="second", last_seq=50))
     assert node.state.memory.log == "second" and not node.state.memory.read_seq

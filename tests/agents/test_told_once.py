@@ -255,7 +255,7 @@ async def test_feed_ignores_tasks_of_other_log() -> None:
     made = shell()
     await made.take_entries(Feed(start("a.1", 1)))
     made.state = replace(made.state, memory=replace(made.state.memory, log="one"))
-    one, another = (made.tasks_here(LogSeen(identity=log)) for log in ("one", "another"))
+    one, another = (made.tasks_here(LogSeen(created=log)) for log in ("one", "another"))
     assert (made.tasks_here(), one, another) == ({"a"}, {"a"}, frozenset())
 
 

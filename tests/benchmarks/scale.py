@@ -427,9 +427,10 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
     from unicrond.core.fold import fold
     from unicrond.core.rules.invariants import check
     from unicrond.core.rules.survey import Survey
+    from unicrond.events.log.log_identity import LogMark
     from unicrond.events.wire.codec import decode, encode
     from unicrond.events.wire.envelope import RecordedEvent
-    from unicrond.service.coordinator.snapshots import LogMark, decode_snapshot, encode_snapshot
+    from unicrond.service.coordinator.snapshots import decode_snapshot, encode_snapshot
 
     found: dict[str, float] = {}
 

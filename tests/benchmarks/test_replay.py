@@ -29,6 +29,7 @@ from tests.unicrond.cluster import MiniCluster
 from unicrond.core.fold import fold
 from unicrond.core.replayer import EMPTY, replay
 from unicrond.core.state.policy import Policy
+from unicrond.events.log.log_identity import mark_of
 from unicrond.events.log.segments import read_entries
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, connect
@@ -43,7 +44,7 @@ from unicrond.replay.reading.nats_source import NatsSource
 from unicrond.replay.reading.source import read
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
-from unicrond.service.coordinator.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of
+from unicrond.service.coordinator.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot
 from unicrond.service.coordinator.surroundings import HeadSettings
 
 ENTRIES = 20_000

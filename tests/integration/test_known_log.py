@@ -1,4 +1,4 @@
-"""A head over a log that is gone, made anew or shorter: it waits for a person, and makes no empty one by itself."""
+"""A head over a log that is gone, another one or shorter: it waits for a person, and makes no empty one by itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.logs import facts, started
 from tests.integration.head import UNICROND, config
 from tests.integration.test_probes import answers, becomes, probe
+from tests.integration.two_heads import two_heads
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.event_log import NatsEventLog
@@ -56,9 +58,9 @@ async def says(url: str, words: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def known(directory: Path, seq: int) -> None:
+async def known(directory: Path, seq: int, state: str = "state") -> None:
     async with asyncio.timeout(20):
-        while (found := KnownLog(directory / "state").read()) is None or found.mark is None or found.mark.seq < seq:  # noqa: ASYNC110  (another process writes it)
+        while (found := KnownLog(directory / state).read()) is None or found.mark is None or found.mark.seq < seq:  # noqa: ASYNC110  (another process writes it)
             await asyncio.sleep(0.05)
 
 
@@ -109,6 +111,7 @@ async def test_truncated_store_is_refused_until_order(tmp_path: Path, nats: Embe
     path = config(tmp_path)
     async with head(path, nats) as url:
         await becomes(url, "/readyz", 200)
+        await known(tmp_path, 1)  # ready before it has claimed
     await nats.stop()
     shutil.copytree(tmp_path / "nats", tmp_path / "older")
     await nats.start()
@@ -120,6 +123,59 @@ async def test_truncated_store_is_refused_until_order(tmp_path: Path, nats: Embe
     shutil.copytree(tmp_path / "older", tmp_path / "nats")
     await nats.start()
     async with head(path, nats) as url:
-        await says(url, "the event log ends at entry 1, and this head has folded 2")
+        await says(url, "the event log ends at entry 1, and this head knows entry 2")
     async with head(path, nats, "--new-log") as url:
         await becomes(url, "/readyz", 200)
+
+
+async def swapped(nats: EmbeddedServer, away: Path, here: Path) -> None:
+    """The server's store goes `away`, and the one that lies `here` takes its place; none: an empty one."""
+    await nats.kill()
+    store = nats.directory / "store"
+    store.rename(away)
+    if here.exists():  # noqa: ASYNC240  (nothing else runs meanwhile)
+        here.rename(store)  # noqa: ASYNC240
+    await nats.start()
+
+
+async def test_heads_end_where_another_store_is_served(tmp_path: Path, nats: EmbeddedServer) -> None:
+    """Two heads work on a log, and the server comes back with the store of another, longer one: none of its entries is
+    folded, nobody leads there, and both go on once the log is back."""
+    connection = await connect(nats.url, name="test", timeout_s=10)
+    log = NatsEventLog(connection)
+    try:
+        async with two_heads(tmp_path, {"url": nats.url}) as heads:
+            for head in heads:
+                await known(tmp_path / head.name, 1, "")
+            await swapped(nats, tmp_path / "known", tmp_path / "none")
+            await create_streams(connection)
+            for term in range(1, 5):
+                await log.claim_term(started(term))
+                await log.append(facts(10 * term, 10 * term + 7))
+            for head in heads:
+                assert await asyncio.wait_for(head.process.wait(), 30) == 1
+                assert "entry 1 of the event log is another than the one that this head knows: this head ends" in (
+                    output := head.output.read_text()
+                ), output
+                assert "quarantined" not in output and output.count("took over at sequence") <= 1, output
+            assert await log.last_seq() == 36, "nothing was written to it"
+            for head in heads:
+                await head.start()
+                await head.until(lambda told: "entry 1 of the event log is another" in str(told.get("trouble")))
+            await swapped(nats, tmp_path / "other", tmp_path / "known")
+            term = (await order_of_terms(log))[-1]
+            leading = [asyncio.create_task(head.leads()) for head in heads]
+            await asyncio.wait(leading, return_when=asyncio.FIRST_COMPLETED)
+            for task in leading:
+                task.cancel()
+            await asyncio.gather(*leading, return_exceptions=True)
+            assert (await order_of_terms(log))[-1] == term + 1
+    finally:
+        await connection.close()
+
+
+async def order_of_terms(log: NatsEventLog) -> list[int]:
+    """The terms that were claimed, one after the other."""
+    entries = [entry async for entry in log.read(until_seq=await log.last_seq())]
+    events = [entry.envelope.event for entry in entries if isinstance(entry, RecordedEvent)]
+    return [event.term for event in events if isinstance(event, CoordinatorStarted)]

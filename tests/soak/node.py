@@ -324,7 +324,7 @@ class Node(Shell):
                 group.create_task(self._send_beats(connection))
                 feed = NatsCommandFeed(connection, self.name)
                 await feed.follow(self.tasks_here())
-                self.feed(LogSeen(identity="soak"))
+                self.feed(LogSeen(created="soak"))
                 group.create_task(terms.follow())
                 group.create_task(self.outbox.run(Acknowledged(NatsEventLog(connection), self._acknowledged)))
                 group.create_task(self._take_commands(feed))

@@ -26,10 +26,11 @@ from unicrond.core.worth.costs import costs_at, settle
 from unicrond.ctl.main import main as ctl_main
 from unicrond.display.goodput_tables import hints
 from unicrond.events import vocabulary as v
+from unicrond.events.log.log_identity import mark_of
 from unicrond.events.log.segments import read_entries
 from unicrond.events.wire.envelope import Entry
 from unicrond.replay.cli import main as replay_main
-from unicrond.service.coordinator.snapshots import decode_snapshot, encode_snapshot, mark_of
+from unicrond.service.coordinator.snapshots import decode_snapshot, encode_snapshot
 from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle_totals
 from unicrond.views.goodput_keeper import READING_US, GoodputKeeper
 from unicrond.views.goodput_report import EMPTY_READING, open_report, reading, report

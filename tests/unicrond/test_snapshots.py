@@ -21,6 +21,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog, LogUnavailable
+from unicrond.events.log.log_identity import mark_of
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
@@ -34,7 +35,6 @@ from unicrond.service.coordinator.snapshots import (
     Snapshots,
     decode_snapshot,
     encode_snapshot,
-    mark_of,
 )
 from unicrond.service.coordinator.surroundings import HeadSettings
 

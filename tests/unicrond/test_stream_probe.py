@@ -9,6 +9,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.log_proof import LogProof
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams, event_stream_config
 from unicrond.service.event_log.stream_probe import StreamProbe
@@ -29,7 +30,7 @@ async def edit(connection: Connection, **changes: object) -> None:
 async def test_probe_names_stream_limit_and_cure(
     nats_connection: Connection, limit: dict[str, object], flag: str
 ) -> None:
-    probe = StreamProbe(nats_connection, lambda: 3)
+    probe = StreamProbe(nats_connection, LogProof(), lambda: 3)
     await append(NatsEventLog(nats_connection), 1, 2, 3)
     await probe.look()
     assert probe.trouble == "" and not probe.is_settled
@@ -42,7 +43,7 @@ async def test_probe_names_stream_limit_and_cure(
 
 
 async def test_probe_detects_missing_or_recreated_stream(nats_connection: Connection) -> None:
-    probe = StreamProbe(nats_connection, lambda: 2)
+    probe = StreamProbe(nats_connection, LogProof(), lambda: 2)
     await append(NatsEventLog(nats_connection), 1, 2)
     await probe.look()
     assert probe.trouble == ""
@@ -58,7 +59,7 @@ async def test_probe_detects_missing_or_recreated_stream(nats_connection: Connec
 async def test_probe_treats_absent_server_as_unsettled(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
-    probe = StreamProbe(nats_connection, lambda: 0)
+    probe = StreamProbe(nats_connection, LogProof(), lambda: 0)
     await nats_server.kill()
     await probe.look()
     assert "does not answer" in probe.trouble and not probe.is_settled

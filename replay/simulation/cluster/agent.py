@@ -384,7 +384,7 @@ class SimulatedAgent(Shell):
             await until_alone(self._names, self.has_inventory, self.host.loop.time)
             feed = _Readable(self.host.server, self.host.link, self.host.name, self.schema)
             await feed.follow(self.tasks_here())
-            self.feed(LogSeen(identity="the log"))
+            self.feed(LogSeen(created="the log"))
             group.create_task(self._keep_looking())
             group.create_task(self.outbox.run(self.log))
             group.create_task(self._take_commands(feed))

@@ -116,7 +116,6 @@ class Coordinator(Follower):
 
     async def follow(self) -> None:
         """Fold what comes as a standby, until cancelled."""
-        self.fault = ""
         try:
             await self._catch_up()
             async with asyncio.TaskGroup() as group:
@@ -151,7 +150,6 @@ class Coordinator(Follower):
         self.liveness.bus_works = True  # who stands by sends no beats, and can miss none
 
     async def _rule(self) -> None:
-        self.fault = ""
         await self._catch_up()
         while True:
             await self._claim()
@@ -175,7 +173,7 @@ class Coordinator(Follower):
         self._answers.forget_unsolved()
         end = await self._event_log.last_seq()
         if end < self.state.seq:  # no claim in a log that has lost entries
-            self.log_is_another(f"the event log ends at entry {end}, and this head has folded {self.state.seq}")
+            self.log_is_behind(f"the event log ends at entry {end}, and this head has folded {self.state.seq}")
             await asyncio.Event().wait()
         await self._read_up(end)
         assert self._fence is not None

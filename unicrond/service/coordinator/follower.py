@@ -24,13 +24,14 @@ from unicrond.core.rules.skip_rules import SkipCheck
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.event_log import EventLog, LogDamaged
+from unicrond.events.log.log_identity import LogMark, mark_of
 from unicrond.events.log.skips import apply_skips
 from unicrond.events.log.subjects import subject
 from unicrond.events.vocabulary import EntrySkipped
 from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.clock import Clock
-from unicrond.service.coordinator.snapshots import LogMark, Snapshots, mark_of
+from unicrond.service.coordinator.snapshots import Snapshots
 from unicrond.service.coordinator.surroundings import HeadViews
 
 log = logging.getLogger("unicrond")
@@ -79,8 +80,8 @@ class Follower:
         """Return the number of the log's last entry, folded or not. Raises LogError."""
         return await self._event_log.last_seq()
 
-    def log_is_another(self, reason: str) -> None:
-        """Stop deciding until a person has looked: the log is not the one that was folded."""
+    def log_is_behind(self, reason: str) -> None:
+        """Stop deciding until a person has looked: the log ends before what was folded."""
         if not self.fault:
             self._stop_deciding(f"{reason}; {CURE}")
 

@@ -25,7 +25,7 @@ from unicrond.core.state import state_bytes
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events.log.event_log import EventLog, LogError
-from unicrond.events.wire.envelope import Entry, QuarantinedMessage
+from unicrond.events.log.log_identity import LogMark, mark_of
 from unicrond.service.coordinator.code_identity import fingerprint
 from unicrond.views import goodput_keeper as bookkeeper
 from unicrond.views.goodput import GoodputTotals
@@ -33,14 +33,6 @@ from unicrond.views.goodput import GoodputTotals
 log = logging.getLogger("unicrond")
 
 SNAPSHOT_EVERY = 10_000
-
-
-class LogMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The entry that a state ends with: enough to tell its log from another."""
-
-    seq: int
-    recorded_at_us: int
-    event_id: str
 
 
 class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,12 +59,6 @@ class SnapshotStore(Protocol):
     async def save(self, body: bytes) -> None:
         """Replace the snapshot. Raises LogError where that fails."""
         ...
-
-
-def mark_of(entry: Entry) -> LogMark:
-    """Return the mark of a state that ends with `entry`."""
-    event_id = "" if isinstance(entry, QuarantinedMessage) else entry.envelope.event_id
-    return LogMark(entry.seq, entry.recorded_at_us, event_id)
 
 
 def encode_snapshot(

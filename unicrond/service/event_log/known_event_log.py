@@ -2,15 +2,16 @@
 
 Rules
 -----
-* `<state_dir>/log.json` holds the event stream's birth and the last entry that was folded. It is written every few
-  seconds.
-* Before a head begins, the log must be that one: born then, at least as long, with that entry unless that has been
-  archived. Else the head waits for a person: the log is restored, or `unicrond run --new-log` takes it as it is. A
-  head that knows of no log takes what it finds.
+* `<state_dir>/log.json` holds the log's first entry and the last one that was folded, and when its stream was made. It
+  is written every few seconds.
+* Before a head begins, the log must be that one, by these entries (events/log/log_identity.py). Else the head waits:
+  the log is restored, or a person takes it as it is with `unicrond run --new-log`. A head that knows of no log takes
+  what it finds.
 * When a person last took a log by name is remembered too, and goes into every CoordinatorStarted: the agents obey
   another log than theirs for that alone (agents/core/known_event_log.py).
-* While it runs, a log that ends before what this head has folded, or that was made anew, stops its deciding
-  (stream_probe.py). One that ends before what a node has read is an alarm.
+* While it runs, the same holds on each connection before the first entry is read and before anything is written
+  (events/nats/log_proof.py). A log that ends before what this head has folded stops its deciding (stream_probe.py);
+  another one ends the process, and the state goes with it. One that ends before what a node has read is an alarm.
 """
 
 from __future__ import annotations
@@ -19,16 +20,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from unicrond.events.log.subjects import EVENT_STREAM
-from unicrond.events.nats.connection import Connection, NoReply
-from unicrond.events.nats.event_log import stored_entry
-from unicrond.events.nats.streams import NO_MESSAGE_FOUND, NO_STREAM, JetStreamError, api, api_once
+from unicrond.events.log.log_identity import LogMark
+from unicrond.events.nats.connection import Backoff, Connection, NoReply, PublishDenied
+from unicrond.events.nats.log_proof import LogProof
+from unicrond.events.nats.streams import NO_STREAM, JetStreamError
 from unicrond.service.coordinator.follower import CURE
-from unicrond.service.coordinator.snapshots import LogMark, mark_of
 
 log = logging.getLogger("unicrond")
 
@@ -38,12 +37,14 @@ _AGAIN_S = 0.5
 
 
 class LogIdentity(msgspec.Struct, frozen=True):
-    """The log that a head knows. `created`: the stream's birth, as NATS tells it. `mark`: the last entry that was
-    folded; None: any log is accepted. `adopted_us`: when a person last accepted a log by name (Unix time), 0: never."""
+    """The log that a head knows. `created`: when its stream was made, as NATS tells it. `mark`: the last entry that was
+    folded; None: any log is accepted. `first`: its first entry, None: not known. `adopted_us`: when a person last
+    accepted a log by name (Unix time), 0: never."""
 
     created: str
     mark: LogMark | None
     adopted_us: int = 0
+    first: LogMark | None = None
 
 
 class KnownLog:
@@ -73,54 +74,55 @@ class KnownLog:
         new.write_bytes(msgspec.json.encode(identity))
         new.replace(self._path)
 
+    def proof(self) -> LogProof:
+        """Return a proof that begins with what is remembered."""
+        identity = self.read()
+        if identity is None or identity.mark is None:
+            return LogProof()
+        return LogProof(identity.created, identity.first, identity.mark)
+
     async def wait(self, connection: Connection, says: Callable[[str], object]) -> None:
         """Wait until the log is the one that is remembered. Calls `says(reason)` while it is not."""
-        identity = self.read()
-        while identity is not None and (reason := await difference(connection, identity)):
+        proof = self.proof()
+        while reason := await difference(connection, proof):
             says(f"{reason}; {CURE}")
             await asyncio.sleep(_AGAIN_S)
 
-    async def keep(
-        self, created: Callable[[], str], mark: Callable[[], LogMark | None], sound: Callable[[], bool]
-    ) -> None:
+    async def keep(self, proof: LogProof, mark: Callable[[], LogMark | None], sound: Callable[[], bool]) -> None:
         """Write down what was folded, until cancelled; write nothing while the log is not `sound`."""
         previous = self.read()
         adopted_us = previous.adopted_us if previous is not None else 0
         while True:
-            now, born = mark(), created()
-            if now is not None and born and sound() and (identity := LogIdentity(born, now, adopted_us)) != previous:
-                try:
-                    self.write(identity)
-                    previous = identity
-                except OSError as error:
-                    log.error("cannot write %s: %s", self._path, error.strerror)
+            now = mark()
+            if now is not None and proof.created and sound():
+                identity = LogIdentity(proof.created, now, adopted_us, proof.first)
+                if identity != previous:
+                    try:
+                        self.write(identity)
+                        previous = identity
+                    except OSError as error:
+                        log.error("cannot write %s: %s", self._path, error.strerror)
             await asyncio.sleep(WRITE_EVERY_S)
 
 
-async def difference(connection: Connection, identity: LogIdentity) -> str:
-    """Return how the log differs from the one that is remembered, in one line; "" where it does not. Waits for an
-    answer."""
-    if identity.mark is None:
+async def difference(connection: Connection, proof: LogProof) -> str:
+    """Return how the log differs from the known one, in one line; "" where it does not, or nothing is known. Waits for
+    an answer. Raises JetStreamError, PublishDenied."""
+    if proof.newest is None:
         return ""
-    try:
-        info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
-    except JetStreamError as error:
-        if error.code != NO_STREAM:
+    backoff = Backoff("asking for the event log")
+    while True:
+        try:
+            gap = await proof.look(connection)
+        except JetStreamError as error:
+            if error.code == NO_STREAM:
+                return f"NATS has no event log, and this head knows one of {proof.newest.seq} entries"
+            if not error.is_transient:
+                raise
+            await backoff.wait_after(error)
+        except PublishDenied:
             raise
-        return f"NATS has no event log, and this head knows one of {identity.mark.seq} entries"
-    if info["created"] != identity.created:
-        return f"the event log was made at {info['created']}, and this head knows the one made at {identity.created}"
-    if (end := int(info["state"]["last_seq"])) < identity.mark.seq:
-        return f"the event log ends at entry {end}, and this head has folded {identity.mark.seq}"
-    return await _at_the_mark(connection, identity.mark)
-
-
-async def _at_the_mark(connection: Connection, mark: LogMark) -> str:
-    try:
-        reply: dict[str, Any] = await api_once(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": mark.seq})
-    except JetStreamError as error:
-        return "" if error.code == NO_MESSAGE_FOUND else str(error)
-    except NoReply as error:
-        return str(error)
-    matches = mark_of(stored_entry(reply["message"])) == mark
-    return "" if matches else f"entry {mark.seq} of the event log is another than the one that this head has folded"
+        except NoReply as error:
+            await backoff.wait_after(error)
+        else:
+            return gap.reason if gap is not None else ""

@@ -179,8 +179,7 @@ async def _connected(url: str, login: Login) -> AsyncIterator[Connection]:
 
 
 async def _remark(config: Config, target: Connection) -> str:
-    identity = KnownLog(Path(config.state_dir)).read()
-    return await difference(target, identity) if identity is not None else ""
+    return await difference(target, KnownLog(Path(config.state_dir)).proof())
 
 
 def _make_durable(directory: Path) -> None:

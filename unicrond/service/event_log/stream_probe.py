@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unicrond.core.state.alarms import Alarm
+from unicrond.events.log.event_log import AnotherLog
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, NoReply
+from unicrond.events.nats.log_proof import LogProof
 from unicrond.events.nats.streams import NO_STREAM, JetStreamError, api_once
 from unicrond.service.coordinator.follower import CURE
 
@@ -26,19 +28,19 @@ class StreamProbe:
     def __init__(
         self,
         connection: Connection,
+        proof: LogProof,
         folded_seq: Callable[[], int],
         read_seqs: Callable[[], dict[str, int]] = dict,
-        on_another: Callable[[str], object] = lambda _: None,
+        on_behind: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Take what to compare the stream with. `folded_seq`: the last entry that was read. `read_seqs`: of each node.
-        `on_another(reason)` is called when the stream is not the one that was read before."""
+        """Take what to compare the stream with. `proof`: of the known log. `folded_seq`: the last that was folded.
+        `read_seqs`: of each node. `on_behind(reason)` is called when the stream ends before what was read."""
         self._connection = connection
+        self._proof = proof
         self._folded_seq = folded_seq
         self._read_seqs = read_seqs
-        self._on_another = on_another
-        #: When the stream was made, by the first answer; "" before.
-        self.created = ""
-        #: Why the stream is not the one that was read before; "" where it is.
+        self._on_behind = on_behind
+        #: Why the stream is not as it was when it was read; "" where it is.
         self.mismatch = ""
         self._ahead = ""
         self.trouble = ""
@@ -51,39 +53,43 @@ class StreamProbe:
         return [Alarm("log-truncated", self._ahead)] if self._ahead else []
 
     async def look(self) -> None:
-        """Ask once; an answer, or its absence, takes seconds."""
+        """Ask once; an answer, or its absence, takes seconds. Raises AnotherLog."""
         folded_seq, read_seqs = self._folded_seq(), self._read_seqs()
         try:
             info = await api_once(self._connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+            mismatch = await self._compare(info, folded_seq)
         except NoReply as error:
             self.trouble, self.is_settled = f"NATS does not answer about the event log: {error}", False
         except JetStreamError as error:
             self.trouble = f"NATS has no event log: {error}"
-            if error.code == NO_STREAM and self.created:
+            if error.code == NO_STREAM and folded_seq:
                 self.trouble = f"NATS has no event log, and this head has read one of {folded_seq} entries; {CURE}"
             self.is_settled = not error.is_transient
         else:
             self.info = info
-            self.created = self.created or info["created"]
             self._ahead = ahead(info, read_seqs)
-            self.trouble = mismatch(info, folded_seq, self.created)
-            if self.trouble and not self.mismatch:
-                self.mismatch = self.trouble
-                self._on_another(self.mismatch)
+            self.trouble = mismatch
+            if mismatch and not self.mismatch:
+                self.mismatch = mismatch
+                self._on_behind(mismatch)
             self.trouble = self.trouble or refusal(info)
             self.is_settled = bool(self.trouble)
 
-
-def mismatch(info: dict[str, Any], folded_seq: int, created: str) -> str:
-    """Return why the stream of this STREAM.INFO is not the one that was read; "" where it is."""
-    if info["state"]["last_seq"] < folded_seq:
+    async def _compare(self, info: dict[str, Any], folded_seq: int) -> str:
+        """Return why the stream of this STREAM.INFO lacks what was folded; "" where it does not. Entries are asked for
+        where it seems to, and where it was made since the last proof. Raises AnotherLog, NoReply, JetStreamError."""
+        is_short = info["state"]["last_seq"] < folded_seq
+        if info["created"] == self._proof.created and not is_short:
+            return ""
+        difference = await self._proof.look(self._connection, info)
+        if difference is not None and not difference.is_behind:
+            raise AnotherLog(difference.reason)
+        if not (is_short or difference):
+            return ""
         return (
             f"stream {EVENT_STREAM} ends at entry {info['state']['last_seq']}, and the coordinator has read "
             f"{folded_seq}: the stream was recreated, or restored from an older backup"
         )
-    if info["created"] != created:
-        return f"stream {EVENT_STREAM} was made anew at {info['created']}; the one of {created} is gone"
-    return ""
 
 
 def ahead(info: dict[str, Any], read_seqs: Mapping[str, int]) -> str:

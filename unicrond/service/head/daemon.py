@@ -33,7 +33,7 @@ from aiohttp import web
 from unicrond.core.rules.skip_rules import SkipRefused
 from unicrond.events.host.init_process import ends_all
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.log.event_log import Fenced
+from unicrond.events.log.event_log import AnotherLog, Fenced
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, PublishDenied
 from unicrond.events.nats.lease import NatsLease
 from unicrond.events.nats.server import EmbeddedServer, ServerError
@@ -52,6 +52,7 @@ from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.event_log_health import LogKeeper
+from unicrond.service.coordinator.follower import CURE
 from unicrond.service.coordinator.garbage_collection import short_pauses
 from unicrond.service.coordinator.other_processes import InUse, InUseElsewhere, sole_user
 from unicrond.service.event_log.durability_checks import Promises
@@ -267,7 +268,7 @@ async def _serve_until_stopped(
             "coordinator": head.run() if head is not None else coordinator.run(),
             "log-keeper": keeper.run(),
             "known-log": parts.known_log.keep(
-                lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.mismatch or coordinator.fault)
+                parts.proof, lambda: coordinator.mark, lambda: not (probe.mismatch or coordinator.fault)
             ),
         }
         work = [asyncio.create_task(run, name=name) for name, run in runs.items()]
@@ -375,5 +376,7 @@ def _raise_cause(task: asyncio.Task[Any]) -> None:
         raise Fatal(f"another coordinator took over ({error}); this one stops, so that only one decides") from None
     if isinstance(error, SkipRefused):
         raise Fatal(str(error)) from None
+    if isinstance(error, AnotherLog):
+        raise Fatal(f"{error}: this head ends, and what it has folded goes with it; {CURE}") from None
     if error is not None:
         raise error

@@ -4,7 +4,8 @@ Rules
 -----
 * The head that leads holds the lease, and then claims a term; the term alone says which one decides
   (events/log/event_log.py).
-* A head stands for the lease only once it has folded the log, so that it decides at once when it gets it.
+* A head stands for the lease only once it has folded the log, so that it decides at once when it gets it. One that has
+  stopped deciding never does: a restart ends that.
 * When it may take a free lease: `unicrond/core/nodes/leadership.py`.
 * A leader that cannot renew goes on: the log is away, and no other head can take the lease either. It stands by once
   the log says that another head has the lease, or has claimed a term.
@@ -142,7 +143,8 @@ class Head:
                 self.leader = holder if holder is not None and not holder.has_left else None
                 is_ended = holder is not None and self._has_ended(holder)
                 reason = candidacy.answered(entry, self._now_us(), is_anew=look.is_anew, is_gone=is_ended)
-                if reason and await self._lease.acquire_or_renew(self.me, entry.revision if entry is not None else 0):
+                may_lead = reason and not self._coordinator.fault
+                if may_lead and await self._lease.acquire_or_renew(self.me, entry.revision if entry is not None else 0):
                     log.info("this head leads from now on: %s", reason)
                     self.leader = self.me
                     return

@@ -99,7 +99,10 @@ class HeadParts:
         self._consumers: Consumers | None = None
         if config.has_keys:
             self._consumers = Consumers(links.connection, self._state, self._read_seq, live.is_set)
-        self.stream = NatsEventLog(links.connection, extra_headers=beside(config), on_duration=appends.took)
+        self.proof = self.known_log.proof()
+        self.stream = NatsEventLog(
+            links.connection, extra_headers=beside(config), on_duration=appends.took, proof=self.proof
+        )
         self.event_log = ArchivedLog(self.stream, config.archive)
         around = Surroundings(
             requests=NatsEventLog(links.asking, on_duration=appends.took),
@@ -119,9 +122,10 @@ class HeadParts:
         )
         self.probe = StreamProbe(
             links.connection,
+            self.proof,
             lambda: self.coordinator.state.seq,
             lambda: {node: self._read_seq(node) for node in self.coordinator.liveness.beats},
-            self.coordinator.log_is_another,
+            self.coordinator.log_is_behind,
         )
         self.life = LogLife(config, self.coordinator, lambda: self.probe.info, appends, time.monotonic)
 

@@ -1,0 +1,104 @@
+"""The log is deleted under a cluster that trains, and restored whole: head, agents and workers go on by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import nats_snapshots
+from tests.integration.live import TASK, Live, live_cluster, members
+from unicrond.core.state.state import ClusterState
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.streams import api
+from unicrond.events.trust.logins import Role
+
+pytestmark = pytest.mark.timeout(300)
+
+#: The log goes on within so much after the restore; 5 s without other work on the machine.
+GOES_ON_S = 15.0
+AWAY_S = 3.0
+
+
+@asynccontextmanager
+async def login(live: Live, role: Role) -> AsyncIterator[Connection]:
+    key = live.dev.state_dir / "keys" / f"{role}.key"
+    connection = await connect(live.dev.nats_url, name="somebody", login=Login(key=key), timeout_s=10)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def end_seq(connection: Connection) -> int:
+    return int((await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]["last_seq"])
+
+
+def hold_agents(live: Live, signum: signal.Signals) -> None:
+    """Nothing is said while they are stopped: a backup holds all that was ever acknowledged."""
+    for agent in live.dev.agents.values():
+        assert agent.process is not None
+        os.kill(agent.process.pid, signum)
+
+
+def workers_of(live: Live, state: ClusterState) -> dict[str, psutil.Process]:
+    return {name: psutil.Process(state.tasks[TASK].workers[name].pid) for name in members(state)}
+
+
+async def restore_by_nats(live: Live) -> int:
+    """`nats stream backup`, `stream rm`, `stream restore`; the number of entries."""
+    async with login(live, Role.OPERATOR) as operator, login(live, Role.COORDINATOR) as coordinator:
+        hold_agents(live, signal.SIGSTOP)
+        saved = await nats_snapshots.backup(operator, EVENT_STREAM)
+        await api(operator, f"STREAM.DELETE.{EVENT_STREAM}", {})
+        hold_agents(live, signal.SIGCONT)
+        await asyncio.sleep(AWAY_S)
+        await nats_snapshots.restore(coordinator, saved)
+        return int(saved.state["last_seq"])
+
+
+async def restore_by_archive(live: Live) -> int:
+    """`unicrond archive`, `nats stream rm`, `unicrond restore`; the number of entries."""
+    async with login(live, Role.OPERATOR) as operator:
+        hold_agents(live, signal.SIGSTOP)
+        await live.run("unicrond", "archive", "--config", str(live.dev.config_path))
+        end = await end_seq(operator)
+        await api(operator, f"STREAM.DELETE.{EVENT_STREAM}", {})
+        hold_agents(live, signal.SIGCONT)
+    await live.run("unicrond", "restore", "--config", str(live.dev.config_path))
+    return end
+
+
+@pytest.mark.parametrize(("restore", "heartbeat_s"), [(restore_by_nats, 1.0), (restore_by_archive, 5.0)])
+async def test_cluster_goes_on_after_complete_restore(tmp_path: Path, restore, heartbeat_s: float) -> None:  # type: ignore[no-untyped-def]
+    async with live_cluster(tmp_path, nodes=2, workers=2, heartbeat_s=heartbeat_s, keys=True) as live:
+        await live.submit()
+        before = await live.training(0)
+        processes = workers_of(live, before)
+        head = live.dev.coordinator.process
+        end = await restore(live)
+        begin_s = time.monotonic()
+        after = await live.until("the log goes on", lambda state: state.seq > end)
+        goes_on_s = time.monotonic() - begin_s
+        at = after.tasks[TASK].progress.iteration
+        after = await live.until("it trains on", lambda state: state.tasks[TASK].progress.iteration > at + 10)
+        assert {name: process.is_running() for name, process in processes.items()} == dict.fromkeys(processes, True)
+        assert members(after) == members(before) and after.term == before.term
+        assert after.tasks[TASK].generation == before.tasks[TASK].generation and not after.closed_incidents
+        assert live.dev.coordinator.process is head and head is not None and head.returncode is None
+
+        killed_s = time.monotonic()
+        next(iter(processes.values())).kill()
+        await live.training(1, beyond=3)
+        print(
+            f"goes on {goes_on_s:.2f} s after the restore; the next fault healed in {time.monotonic() - killed_s:.1f} s"
+        )
+        assert goes_on_s < GOES_ON_S
