@@ -2,9 +2,9 @@
 
 Rules
 -----
-* An agent remembers the entries by which it knows its log (events/log/log_identity.py): the first that the stream held
-  and the newest claim of a term, since its login may read no others. And when the stream was made, how long the log
-  was, its newest term, and the last time a person adopted a log by name.
+* An agent remembers the entries by which it knows its log (events/log/log_identity.py): the first that the stream held,
+  the newest claim of a term, and by that claim when the log's first entry was recorded; its login may read no others.
+  And when the stream was made, how long the log was, its newest term, and the last time a person adopted a log by name.
 * A log that holds other entries there, that is shorter, or whose terms have gone back is another one: what it says of
   this node is void, and this agent's observations have no place there. The agent takes nothing from it and writes
   nothing to it; its workers train on (event_log_guard.py). A complete restore is the known log.

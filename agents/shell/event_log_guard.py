@@ -188,6 +188,8 @@ def _log_seen(info: dict[str, Any], claim: Entry | None) -> LogSeen:
     marks = [log_identity.mark_of(claim)] if claim is not None else []
     if state["messages"] and (claim is None or claim.seq != state["first_seq"]):
         marks.insert(0, LogMark(int(state["first_seq"]), stored_time_us(state["first_ts"]), ""))
+    if event and event.log_began_us and all(mark.seq != 1 for mark in marks):
+        marks.insert(0, LogMark(1, event.log_began_us, ""))
     return LogSeen(
         created=str(info["created"]),
         last_seq=int(state["last_seq"]),

@@ -35,6 +35,7 @@ from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT
 from unicrond.events.log.subjects import entry as message
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.log_proof import LogProof
 from unicrond.events.nats.reader import read_stream
 from unicrond.events.nats.streams import NANOS, NO_MESSAGE_FOUND, TRIMMING, JetStreamError, api, end_trim
 from unicrond.events.vocabulary import CoordinatorStarted
@@ -64,7 +65,7 @@ class TermTooOld(CannotTrim):
 
 async def archive(connection: Connection, directory: Path) -> ArchiveResult:
     """Copy what is new in the event stream into `directory`, and read it back. Raises LogError, OSError."""
-    log = NatsEventLog(connection)
+    log = NatsEventLog(connection, proof=LogProof(reader="this archive"))
     writer = SegmentWriter(directory)
     try:
         writer.repair()

@@ -29,6 +29,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from unicrond.events.log.event_log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
+from unicrond.events.log.log_identity import LogMark
 from unicrond.events.log.skips import skips_in
 from unicrond.events.log.subjects import (
     BEAT_STREAM,
@@ -147,10 +148,7 @@ class NatsEventLog:
         """Yield what `read` yields, in pieces as they come."""
         async with aclosing(self.read_stored(after_seq, until_seq=until_seq)) as batches:
             async for batch in batches:
-                entries = decode_messages(batch)
-                if self._proof is not None:
-                    self._proof.note(entries[-1])
-                yield entries
+                yield decode_messages(batch)
 
     async def read_stored(
         self, after_seq: int = 0, *, until_seq: int | None = None
@@ -174,9 +172,13 @@ class NatsEventLog:
                         await self._require_held(seq)
                         raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing")
                     if seq == until_seq:
-                        yield batch[: number + 1]
-                        return
+                        batch = batch[: number + 1]
+                        break
+                if self._proof is not None:
+                    self._proof.note(LogMark(seq, batch[-1].recorded_at_us, ""))
                 yield batch
+                if seq == until_seq:
+                    return
 
     async def _require_held(self, seq: int) -> None:
         """Raise LogDamaged where the stream begins after `seq`. A stream that holds nothing would let a reader wait."""

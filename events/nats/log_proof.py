@@ -19,25 +19,31 @@ from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, NoReply, Session
 from unicrond.events.nats.stored_message import stored_entry
 from unicrond.events.nats.streams import NO_MESSAGE_FOUND, JetStreamError, api_once
-from unicrond.events.wire.envelope import Entry
-
-_READER = "this head"
 
 
 class LogProof:
-    """What one head knows of its log. `created`: when the stream was made in which that was found last; "" before.
-    `first`: the log's first entry, where it was ever seen. `newest`: the last entry that was read."""
+    """What one reader knows of its log. `created`: when the stream was made in which that was found last; "" before.
+    `first`: the log's first entry, where it was ever seen. `newest`: the last entry that was read. `reader`: in words.
+    """
 
-    def __init__(self, created: str = "", first: LogMark | None = None, newest: LogMark | None = None) -> None:
+    def __init__(
+        self,
+        created: str = "",
+        first: LogMark | None = None,
+        newest: LogMark | None = None,
+        *,
+        reader: str = "this head",
+    ) -> None:
+        self._reader = reader
         self.created = created
         self.first = first
         self.newest = newest
         self._proven: Session | None = None
 
-    def note(self, entry: Entry) -> None:
+    def note(self, mark: LogMark) -> None:
         """Note an entry that was read from a log that has proved to be the known one."""
-        if self.newest is None or entry.seq > self.newest.seq:
-            self.newest = log_identity.mark_of(entry)
+        if self.newest is None or mark.seq > self.newest.seq:
+            self.newest = mark
 
     async def look(self, source: Connection | Session, info: dict[str, Any] | None = None) -> LogDifference | None:
         """Compare the log that answers with the known one; return how it differs. `info`: the stream's, if it was asked
@@ -57,7 +63,7 @@ class LogProof:
             if state["first_seq"] <= seq <= state["last_seq"] and (mark := await _mark(source, seq)) is not None
         ]
         difference = log_identity.difference(
-            memory, LogPoints(info["created"], state["last_seq"], tuple(marks)), _READER
+            memory, LogPoints(info["created"], state["last_seq"], tuple(marks)), self._reader
         )
         if difference is None:
             self.created = info["created"]

@@ -31,6 +31,7 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     `process`: the claimant, as HOST:PID; without it two claims of one term at the same time would look like one.
     `adopted_us`: when a person last had a coordinator adopt whatever log there was, by that one's clock; 0: never.
     Agents take another log than theirs for their own where it is younger than what they know.
+    `log_began_us`: when the log's first entry was recorded, for those who cannot look; 0: not known.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -41,6 +42,7 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     severity: dict[ErrorKind, SeverityLevel] = always({})
     process: Text = always("")
     adopted_us: Micros = 0
+    log_began_us: Micros = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""

@@ -21,6 +21,7 @@ from unicrond.events.log.event_log import EventLog, LogError, LogUnavailable
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, entry
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsEventLog, decode_messages
+from unicrond.events.nats.log_proof import LogProof
 from unicrond.events.nats.reader import read_stream
 from unicrond.events.nats.server import tls_of
 from unicrond.events.nats.stored_message import StoredMessage
@@ -61,7 +62,7 @@ class NatsSource:
         has_own_times: bool = True,
     ) -> None:
         self._connection = connection
-        self._stream = NatsEventLog(connection)
+        self._stream = NatsEventLog(connection, proof=LogProof(reader="this replay"))
         self._archive = archive
         self._log: EventLog = self._stream if archive is None else ArchivedLog(self._stream, archive)
         self._last_seq = last_seq

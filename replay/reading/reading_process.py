@@ -29,6 +29,7 @@ import msgspec
 from unicrond.events.log.event_log import LogDamaged, LogError, LogUnavailable
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.log_proof import LogProof
 from unicrond.events.nats.stored_message import StoredMessage
 
 #: How much may wait on either side of the socket: some milliseconds of work, so that neither waits for the other.
@@ -133,7 +134,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def _read(request: ReadRequest, writer: asyncio.StreamWriter) -> None:
     connection = await connect(request.servers, name="unicron-replay", login=request.login)
     try:
-        log = NatsEventLog(connection)
+        log = NatsEventLog(connection, proof=LogProof(reader="this replay"))
         async with aclosing(log.read_stored(request.after_seq, until_seq=request.until_seq)) as batches:
             async for batch in batches:
                 writer.write(frame(batch))

@@ -18,13 +18,15 @@ from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinat
 from unicrond.agents.core.known_event_log import difference, is_taken
 from unicrond.agents.core.state import LogSeen, Remembered
 from unicrond.agents.host.paths import PROBE_SOCKET
+from unicrond.agents.shell.event_log_guard import LogGuard
 from unicrond.agents.shell.probe import Condition, ask
 from unicrond.events.log.log_identity import LogMark
 from unicrond.events.log.subjects import EVENT_STREAM
-from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
-from unicrond.events.nats.streams import api, create_streams
+from unicrond.events.nats.streams import api, create_streams, event_stream_config
+from unicrond.events.nats.terms import Terms
 from unicrond.events.vocabulary import CoordinatorStarted, NodeJoined, StepCommitted, WorkerExited, WorkerStarted
 from unicrond.events.wire.envelope import Envelope
 from unicrond.events.wire.schemas import SCHEMA, told_version
@@ -121,6 +123,28 @@ async def _claim(log: NatsEventLog, term: int, adopted_us: int) -> None:
     await log.claim_term(
         Envelope(producer="coordinator", boot=term, number=1, term=term, observed_at_us=1, event=event)
     )
+
+
+async def test_claim_says_when_trimmed_log_began(nats_server: EmbeddedServer) -> None:
+    """A restore may keep fewer entries in NATS than there were, and the next head claims before an agent looks."""
+    connection = await connect(nats_server.url, name="n1", timeout_s=10)
+    try:
+        await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", event_stream_config() | {"first_seq": 41})
+        guard = LogGuard(connection, Terms(connection, lambda _: None), lambda: KNOWN, lambda: 40, lambda: False)
+        for term, began_us in ((4, 1_001), (5, 1_000)):
+            event = CoordinatorStarted(term=term, version=told_version("test", SCHEMA), log_began_us=began_us)
+            await NatsEventLog(connection).claim_term(
+                Envelope(producer="coordinator", boot=term, number=1, term=term, observed_at_us=1, event=event)
+            )
+            if term == 4:
+                waiting = asyncio.create_task(guard.wait_for_log())
+                async with asyncio.timeout(TIMEOUT_S):
+                    while "entry 1 of the event log is another" not in guard.trouble:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+        seen = await asyncio.wait_for(waiting, TIMEOUT_S)
+        assert [(mark.seq, mark.event_id) for mark in seen.marks] == [(1, ""), (41, ""), (42, "coordinator-5-1")]
+    finally:
+        await connection.close()
 
 
 async def _says(agent: AgentProcess, words: str) -> None:

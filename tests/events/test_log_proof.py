@@ -12,6 +12,7 @@ import pytest
 
 from tests import nats_snapshots
 from tests.contracts.logs import command, facts, started
+from tests.integration.nats_cluster import nats_cluster
 from unicrond.events.log.event_log import AnotherLog, LogUnavailable
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, connect
@@ -58,6 +59,25 @@ async def test_complete_restore_is_read_on(nats_connection: Connection) -> None:
         assert await taken(entries, 1) == [5]
         assert asyncio.get_running_loop().time() - begin_s < 5
     assert await proof.look(nats_connection) is None and proof.created != born
+
+
+async def test_complete_restore_on_three_servers_is_read_on(tmp_path: Path) -> None:
+    async with nats_cluster(tmp_path / "nats") as nats:
+        connection = await connect(nats.urls, name="test", login=nats.login, timeout_s=60)
+        try:
+            await create_streams(connection, replicas=3)
+            log = NatsEventLog(connection, proof=LogProof())
+            fence = await log.claim_term(started(1))
+            async with aclosing(log.read()) as entries:
+                await log.append(facts(1, 3), fence=fence)
+                assert await taken(entries, 4) == [1, 2, 3, 4]
+                saved = await nats_snapshots.backup(connection, EVENT_STREAM)
+                await api(connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+                await nats_snapshots.restore(connection, saved)
+                assert await log.append([command(1)], fence=fence) == [5]
+                assert await taken(entries, 1) == [5]
+        finally:
+            await connection.close()
 
 
 @pytest.mark.parametrize("entries_there", [4, 9])

@@ -64,14 +64,14 @@ async def known(directory: Path, seq: int, state: str = "state") -> None:
             await asyncio.sleep(0.05)
 
 
-async def order(connection: Connection, claims: int) -> int:
-    """When a person last took a log, as the claim of that number says it. A head is ready before it has claimed."""
+async def claim(connection: Connection, number: int) -> CoordinatorStarted:
+    """The claim of that number, as soon as it is made. A head is ready before it has claimed."""
     async with asyncio.timeout(20), aclosing(NatsEventLog(connection).read()) as entries:
         async for entry in entries:
             if isinstance(entry, RecordedEvent) and isinstance(event := entry.envelope.event, CoordinatorStarted):
-                claims -= 1
-                if not claims:
-                    return event.adopted_us
+                number -= 1
+                if not number:
+                    return event
     raise AssertionError("the log has ended")
 
 
@@ -97,12 +97,15 @@ async def test_missing_log_is_recreated_only_on_order(tmp_path: Path, nats: Embe
             assert EVENT_STREAM not in streams
         async with head(path, nats, "--new-log") as url:
             await becomes(url, "/readyz", 200)
-            ordered_us = await order(connection, 1)
-            assert ordered_us > 0, "agents are to see that a person wanted it"
+            first = await claim(connection, 1)
+            assert first.adopted_us > 0, "agents are to see that a person wanted it"
             assert (await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["created"] != born
         async with head(path, nats) as url:  # the new one is the known one from now on
             await becomes(url, "/readyz", 200)
-            assert await order(connection, 2) == ordered_us, "it is still the same order"
+            second = await claim(connection, 2)
+            assert second.adopted_us == first.adopted_us, "it is still the same order"
+            begin = await anext(NatsEventLog(connection).read(until_seq=1))
+            assert (first.log_began_us, second.log_began_us) == (0, begin.recorded_at_us)
     finally:
         await connection.close()
 

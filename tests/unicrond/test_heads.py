@@ -174,6 +174,22 @@ async def test_standby_head_folds_and_replaces_killed_leader() -> None:
 
 
 @in_virtual_time
+async def test_head_that_stopped_deciding_never_leads() -> None:
+    async with site() as (log, _, start):
+        one = start("one")
+        await one.leads()
+        two = start("two")
+        await two.stands_by()
+        two.coordinator.log_is_behind("the event log ends at entry 1")
+        one.kill()
+        await asyncio.sleep(30)
+        assert two.coordinator.fault and not two.head.leads and await terms(log) == ["one"]
+        await two.leave()
+        await start("again").leads()  # a restart ends it
+        assert await terms(log) == ["one", "again"]
+
+
+@in_virtual_time
 async def test_standby_head_follows_leaving_leader_at_once() -> None:
     async with site() as (log, _, start):
         one = start("one")

@@ -200,6 +200,7 @@ class Coordinator(Follower):
             severity=dict(self._settings.severity),
             process=self._settings.process,
             adopted_us=max(self._settings.adopted_us, self.state.log_adopted_us),
+            log_began_us=self.around.log_began_us(),
         )
         started = self._wrap(lowered(claim, self._settings.schema) or claim, term)
         self._fence = await self._event_log.claim_term(started)

@@ -48,7 +48,8 @@ class Surroundings:
     """What a coordinator has around it in its process. `requests`: the log under the login that may write what people
     ask for; None: the coordinator's own. `views`: are fed with each step. `live`: set while it decides, for parts that
     are made before it. `prepare`: called with the events that are about to be appended, which wait for it
-    (consumers.py). `begin`: called when a term begins. `alarms`, `metrics`: of other parts of this process."""
+    (consumers.py). `begin`: called when a term begins. `alarms`, `metrics`: of other parts of this process.
+    `log_began_us`: when the log's first entry was recorded, 0: not known."""
 
     requests: EventLog | None = None
     views: HeadViews = field(default_factory=HeadViews)
@@ -57,6 +58,7 @@ class Surroundings:
     begin: Callable[[], None] = _ignore_term
     alarms: Callable[[], list[Alarm]] = list
     metrics: Callable[[], Iterable[Metric]] = list
+    log_began_us: Callable[[], int] = int
 
 
 @dataclass(frozen=True, kw_only=True)

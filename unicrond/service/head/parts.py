@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
-from unicrond.events.archive.archived_log import ArchivedLog
+from unicrond.events.archive.archived_log import ArchivedLog, archived_batches
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.log.lease import Holder
 from unicrond.events.nats.connection import Connection
@@ -112,6 +112,7 @@ class HeadParts:
             begin=self._begin,
             alarms=self._alarms,
             metrics=self._metrics,
+            log_began_us=self._log_began_us,
         )
         self.coordinator = Coordinator(
             self.event_log,
@@ -182,6 +183,13 @@ class HeadParts:
     def _begin(self) -> None:
         if self._consumers is not None:
             self._consumers.forget()
+
+    def _log_began_us(self) -> int:
+        """Return when the log's first entry was recorded; 0 where neither stream nor archive has it."""
+        if self.proof.first is not None:
+            return self.proof.first.recorded_at_us
+        batch = next(archived_batches(self._config.archive), [])  # this log's: it was compared before it was read
+        return batch[0].recorded_at_us if batch and batch[0].seq == 1 else 0
 
     def _metrics(self) -> Iterable[Metric]:
         return self.life.metrics()
