@@ -113,12 +113,13 @@ def run_script(entry: str, args: Sequence[str]) -> None:
     script = Path(entry)
     if not script.is_file():
         raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path or set cwd")
-    sys.argv = [str(script), *args]
-    sys.path.insert(0, str(script.resolve().parent))
+    # Before the script's folder is looked in: it may hold modules of the same names.
     import torch.distributed as dist
 
     from unicrond.agents.trainer.process import replica
 
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.resolve().parent))
     dist.init_process_group = replica.refuse_second_world
     runpy.run_path(str(script), run_name="__main__")
 
