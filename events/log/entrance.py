@@ -5,7 +5,8 @@ Rules
 * Each node has one bucket of messages and one of KiB, for observations and heartbeats together; a message counts as one
   KiB at least. Two sides hold to them: what an agent sends at most (PACE), and what the head takes from a node
   (ENTRANCE). The second is wider in everything, also for an agent that was just started again, and for a head that was
-  busy for some seconds and hears all at once. So whoever empties it is no agent of ours: a stolen key, or a bug.
+  busy for some seconds and hears all at once. So a node that empties it has no agent of ours:
+  its key was stolen, or it has a bug.
 * What is counted is what the NATS server hears, before it is stored or decoded.
 * A node that has written too much stays in `excesses` until it is forgotten (`forget`): when people let it in again.
 * A flood says what it was since its bucket was last full: so many messages and KiB within so long.
@@ -40,7 +41,7 @@ class Bucket(msgspec.Struct, frozen=True):
 #: GPUs say some hundred observations when all of them start at once.
 PACE = Bucket(1024, _SECOND_US // 200)
 PACE_KIB = Bucket(2 * 1024, _SECOND_US // 400)
-#: Of a node at the head (unicrond/core/nodes/entrance.py): 400 messages and 700 KiB a second.
+#: Of a node at the head (service/trust/fuses.py): 400 messages and 700 KiB a second.
 ENTRANCE = Bucket(2560, _SECOND_US // 400)
 ENTRANCE_KIB = Bucket(5 * 1024, _SECOND_US // 700)
 

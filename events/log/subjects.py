@@ -30,6 +30,7 @@ from unicrond.events.vocabulary import (
     NodeJoined,
     NodeReadmitted,
 )
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.wire.codec import COORDINATOR, BadEvent, read
 from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage, RecordedEvent
 
@@ -139,7 +140,7 @@ def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_i
     """
     try:
         if message_id.startswith(_QUARANTINE_ID):
-            raise BadEvent(_reason(message_id))
+            raise BadEvent(clean(_reason(message_id)))
         envelope, unknown = read(body)
         expected = subject(envelope)
         if expected != on_subject:
@@ -154,7 +155,7 @@ def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_i
 def _reason(message_id: str) -> str:
     """Return the reason in a `quarantine_id`."""
     try:
-        return base64.urlsafe_b64decode(message_id.rpartition(".")[2]).decode()
+        return base64.b64decode(message_id.rpartition(".")[2], altchars=b"-_", validate=True).decode()
     except ValueError:
         return f"it was written under the id {message_id!r:.200}"
 

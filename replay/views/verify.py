@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from unicrond.core.decide import decide, needed_solves
+from unicrond.core.nodes.drains import is_end_over
 from unicrond.core.own_decisions import batches
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
@@ -278,6 +279,10 @@ class Verifier(View):
             return  # which alarms stand is the head's to see, and nothing is decided by them
         if isinstance(event, v.RepairEnded):
             self.findings.unverifiable.append(f"entry {entry.seq}, {event.sentence()}: by an operator's command")
+            return
+        node = self._state.nodes.get(event.node) if isinstance(event, v.NodeLost) else None
+        if node and is_end_over(node, entry.recorded_at_us):
+            self.findings.node_verdicts += 1  # it follows from the log, whatever the heartbeats were
             return
         try:
             contradiction = self._beats.contradiction(event, entry.recorded_at_us)

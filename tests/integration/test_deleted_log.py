@@ -40,6 +40,12 @@ async def test_deleted_log_is_restored_by_one_command(tmp_path: Path) -> None:
         assert (await asyncio.to_thread(unicrond, "archive", "--config", path)).returncode == 0
         refusal = await asyncio.to_thread(unicrond, "restore", "--config", path)
         assert refusal.returncode == 1 and "a log is never overwritten" in refusal.stderr
+        archive, elsewhere = state / "archive", tmp_path / "elsewhere"
+        archive.rename(elsewhere)
+        refusal = await asyncio.to_thread(unicrond, "restore", "--config", path, elsewhere)
+        assert refusal.returncode == 1 and "a log is never overwritten" in refusal.stderr
+        assert not archive.exists(), "a refusal leaves nothing behind"
+        elsewhere.rename(archive)
         before = await asyncio.to_thread(unicron_replay, "digest", "--state-dir", state)
         entries = await deleted(state)
         await says(url, "NATS has no event log, and this head has read one of")

@@ -100,6 +100,9 @@ def test_fuse_blows_once_and_holds_until_node_is_let_in_again() -> None:
     assert "floods the log" in reason and head.fuses.has_blown("n1")
     head.flood()
     assert head.fuses.look() == {} and head.alarms() == ["node-floods:n1"], "the log does not say it yet"
+    head.now_us += 5 * SECOND_US
+    assert list(head.fuses.look()) == ["n1"] and head.fuses.look() == {}, "it is asked for again, once"
+    head.now_us += 5 * SECOND_US
     head.state = replace(head.state, logins={})
     assert head.fuses.look() == {} and head.fuses.has_blown("n1")
     head.state = replace(head.state, logins={"n1": NodeLogin(key=KEY)})
@@ -112,7 +115,7 @@ def test_fuse_blows_once_and_holds_until_node_is_let_in_again() -> None:
     ("state", "obstacle", "why"),
     [
         ({"mode": "observe"}, "", "mode observe"),
-        ({"logins": {}}, "", "none of the log's"),
+        ({"logins": {}}, "", "has enrolled no key of it"),
         ({}, "the NATS servers are your own", "your own"),
     ],
 )
@@ -136,6 +139,7 @@ def test_share_of_logins_may_end_within_an_hour() -> None:
     assert head.fuses.look() == {}
     (held,) = [alarm for alarm in head.fuses.alarms() if alarm.subject == "n2"]
     assert "policy.isolated_share: 0.25" in held
+    head.state = replace(head.state, logins={"n2": NodeLogin(key=KEY)})
     head.now_us += 3_601 * SECOND_US
     assert head.fuses.look() == {}, "it is over"
     head.flood("n2")

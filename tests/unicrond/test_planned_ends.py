@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.replay.test_verify import verify
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.events import vocabulary as v
@@ -91,6 +92,8 @@ def test_node_whose_announced_end_is_over_is_gone() -> None:
     assert [lost.node for lost in said(cluster, v.NodeLost)] == ["n1", "n2", "n3"]
     assert said(cluster, v.NodeLost)[0].reason == "the end that its agent announced is over since 518 s"
     assert max(sum(run.count for run in decided.seats) for decided in said(cluster, v.MembershipDecided)[1:]) == 2
+    findings = verify(cluster.log)
+    assert findings.node_verdicts == 3 and not findings.unverifiable, "they follow from the log, without heartbeats"
     assert [member.node for member in members(cluster.state)] == ["n4", "n5"] and is_unblamed(cluster)
 
 

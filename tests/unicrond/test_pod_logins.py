@@ -12,6 +12,7 @@ import pytest
 from tests.token_reviews import AGENT, POD_TOKEN, TokenReviews, account_of_head, extra, review
 from tests.unicrond.serving import Served, serving
 from unicrond.agents.shell import cli
+from unicrond.core.state.alarms import Alarm
 from unicrond.ctl.client import ApiRefused, Client
 from unicrond.events import vocabulary as v
 from unicrond.events.trust.keys import make_key, read_key
@@ -80,6 +81,16 @@ async def test_api_server_that_cannot_say_is_asked_later(reviews: TokenReviews, 
     assert "cannot read" in await problem()
     with pytest.raises(PodRefused, match="missing or too long"):
         await PodTokens(settings).pod_of("x" * 20_000)
+
+
+async def test_pod_gets_no_key_while_its_node_floods(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fuse ended its login; the pod's token stays valid, and is no person's word."""
+    floods = [Alarm("node-floods", "node gpu1-example flooded the log", "gpu1-example")]
+    monkeypatch.setattr(served.coordinator, "standing_alarms", lambda: floods)
+    client = Client(served.url, POD_TOKEN)
+    with pytest.raises(ApiRefused, match="a person lets it in again: unicrond enroll gpu1-example"):
+        await asyncio.to_thread(client._object, "POST", "/v1/pod-logins", body={"key": make_key("agent-p").user.key})
+    assert not served.coordinator.state.logins
 
 
 @pytest.fixture

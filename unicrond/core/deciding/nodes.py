@@ -6,6 +6,7 @@ from __future__ import annotations
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.response import failed_tasks
 from unicrond.core.nodes import gpu_types, isolation
+from unicrond.core.nodes.drains import is_end_over
 from unicrond.core.nodes.isolation import IsolationPhase
 from unicrond.core.nodes.node_removal import is_planned_for
 from unicrond.core.planning.placement import place_apart
@@ -86,18 +87,13 @@ def _has_room_without(survey: Survey, node: str) -> bool:
     return not placed.short
 
 
-#: So long after the end that its agent has announced a node is gone.
-END_MARGIN_US = 5_000_000
-
-
 def end_departures(batch: DecisionBatch) -> None:
     """Count nodes as lost whose announced end is over: also where no head was there to see them go."""
     now_us = batch.state.now_us
-    for name, node in sorted(batch.state.nodes.items()):
-        departure = node.departure
-        is_over = departure.announced and departure.ends_us and now_us > departure.ends_us + END_MARGIN_US
-        if is_over and node.status is NodeStatus.UP:
-            since_s = (now_us - departure.ends_us) / 1e6
+    for name in sorted(batch.survey.nodes.departing):
+        node = batch.state.nodes[name]
+        if node.status is NodeStatus.UP and node.departure.announced and is_end_over(node, now_us):
+            since_s = (now_us - node.departure.ends_us) / 1e6
             reason = f"the end that its agent announced is over since {since_s:.0f} s"
             batch.add(v.NodeLost(node=name, evidence=v.Evidence(beat_seq=0, beat_at_us=0), reason=reason))
 

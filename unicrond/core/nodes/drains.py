@@ -13,6 +13,8 @@ Rules
 * A node whose failure is predicted is isolated, so that its workers leave it at a boundary and its hardware is checked
   (isolation.py), where every task that has workers keeps its minimum elsewhere. Else it goes on, and is isolated when
   there is room.
+* A node whose announced end is over is gone, also where no head was there to see it go; a margin covers clocks that
+  differ.
 * Times are the log's. The shell counts them on its monotonic clock from the moment it first sees a deadline's id.
 
 What does not live here: which workers leave (the plan), the batch (deciding/nodes.py).
@@ -36,6 +38,13 @@ from unicrond.events.vocabulary.phrases import to_the_second
 _SECOND_US = 1_000_000
 #: Where all workers of a task leave, the lead's replica may have to write the whole state to storage before it does.
 LAST_OUT = 10
+#: A node counts as gone so long after its announced end, in microseconds.
+END_MARGIN_US = 5_000_000
+
+
+def is_end_over(node: Node, now_us: int) -> bool:
+    """Return whether the end that the node's agent has announced is over."""
+    return 0 < node.departure.ends_us < now_us - END_MARGIN_US
 
 
 # --- deadlines -----------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class Nodes(NamedTuple):
 
     `slots`: of each that may carry workers; `cordoned`: those of them that are. `isolated`: those that are isolated;
     `returned`: those that have come back from the lost, since they last were. `left_nodes`: those that have left in
-    order; `forgetting`: those that are to be forgotten. `services`: see memory_places.py.
+    order; `forgetting`: those that are to be forgotten, `departing`: those that have announced when they end.
+    `services`: see memory_places.py.
     `with_strays`: those on which processes live that are no workers (folding/strays.py).
     `dated`: those that are to be empty by a time; `foretold`: those that are expected to fail (drains.py).
     `gpu`, `gpus`: the one type of GPU; or of each that has not left, where there are several (gpu_types.py).
@@ -56,6 +57,7 @@ class Nodes(NamedTuple):
     returned: Sequence[str]
     left_nodes: Sequence[str]
     forgetting: Sequence[str]
+    departing: Sequence[str]
     services: tuple[MemoryService, ...]
     with_strays: Sequence[str]
     dated: Sequence[str]
@@ -83,6 +85,7 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
         returned=[node.name for node in every if node.health.returns_us],
         left_nodes=[node.name for node in every if node.status is NodeStatus.LEFT],
         forgetting=[node.name for node in every if node.departure.removal],
+        departing=[node.name for node in every if node.departure.ends_us],
         services=memory_places.services(every),
         with_strays=[node.name for node in every if node.strays],
         dated=[node.name for node in every if node.cordon.empty_by_us],
@@ -93,8 +96,8 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
 
 
 def _plan_facts(node: Node) -> tuple[object, ...]:
-    dates = bool(node.cordon.empty_by_us), bool(node.health.failure_forecast), bool(node.departure.removal)
-    has_strays = bool(node.strays)
+    dates = bool(node.cordon.empty_by_us), bool(node.health.failure_forecast)
+    departure = bool(node.departure.removal), bool(node.departure.ends_us)
     use = (
         node.schedulable,
         node.slots,
@@ -105,7 +108,7 @@ def _plan_facts(node: Node) -> tuple[object, ...]:
         node.memory,
         node.gpu,
     )
-    return *use, *dates, has_strays
+    return *use, *dates, *departure, bool(node.strays)
 
 
 class Survey:

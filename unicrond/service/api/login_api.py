@@ -78,6 +78,8 @@ class LoginApi:
                 self._access.count_failure(address, f"POST {request.path}: {refusal}", now_s)
             return error(refusal.status, str(refusal))
         key, node = (await body_of(request, PodEnrolment)).key, pod.node(settings.node)
+        if any(alarm.key == f"node-floods:{node}" for alarm in self._coordinator.standing_alarms()):
+            return error(403, f"node: {node} floods the log; a person lets it in again: unicrond enroll {node}")
         login = self._coordinator.state.logins.get(node)
         is_known = login is not None and login.key == key
         self._recent_s = {name: at_s for name, at_s in self._recent_s.items() if now_s < at_s + POD_LOGIN_EVERY_S}

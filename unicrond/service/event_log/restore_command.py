@@ -4,6 +4,7 @@ Rules
 -----
 * It runs beside the head, or without one. An embedded server gets the stream's files, and is started anew for them, by
   the head if one runs.
+* An archive from elsewhere becomes the head's once NATS has proved to hold no log: a refusal leaves nothing behind.
 * It makes the stream where there is none, or an empty one, and says what the archive lacks of what this head has
   folded.
 * Nothing is ordered by it: a log that is whole is the same log. One that lacks entries takes a person's word
@@ -68,8 +69,8 @@ async def run(
 ) -> RestoredLog:
     """Restore the log from `source`, None: the archive of the configuration; `is_dry`: only say what would be done.
     Raises LogError, OSError."""
-    directory = _archive(config, source, is_dry)
-    contents = restoration.survey(directory, config.keep_s if directory == config.archive else None)
+    directory = _archive(config, source)
+    contents = restoration.survey(directory, config.keep_s)
     identity = KnownLog(Path(config.state_dir)).read()
     folded_seq = identity.mark.seq if identity is not None and identity.mark is not None else 0
     gap = max(0, folded_seq - contents.last_seq)
@@ -92,6 +93,7 @@ async def _on_servers(
         await restoration.require_none(target)
         if is_dry:
             return ""
+        directory = _adopt(config, directory)
         with tempfile.TemporaryDirectory(prefix="unicrond-restore-") as scratch:
             await restoration.restore_stream(
                 target,
@@ -131,6 +133,7 @@ async def _on_our_server(
                 is_empty = await restoration.require_none(target)
             if is_dry:
                 return ""
+            directory = _adopt(config, directory)
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryDirectory(prefix="restore-", dir=home) as scratch:
                 files = await restoration.make_files(
@@ -191,8 +194,8 @@ def _make_durable(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _archive(config: Config, source: Path | None, is_dry: bool) -> Path:
-    """Return the archive to read. One from elsewhere becomes the head's, which reads its older part."""
+def _archive(config: Config, source: Path | None) -> Path:
+    """Return the archive to read. Raises LogError."""
     if source is None or source.resolve() == config.archive.resolve():
         if not config.archive.is_dir():
             raise LogError(f"{config.archive}: is no archive; name one, or a backup")
@@ -201,12 +204,15 @@ def _archive(config: Config, source: Path | None, is_dry: bool) -> Path:
         raise LogError(f"{source}: is neither a backup nor an archive")
     if config.archive.is_dir() and segment_paths(config.archive):
         raise LogError(f"{config.archive}: holds an archive already; move it away, or leave {source} out")
-    if is_dry:
-        return source
-    restoration.survey(source, None)
-    config.archive.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for path in segment_paths(source):
-        shutil.copyfile(path, config.archive / path.name)
+    return source
+
+
+def _adopt(config: Config, directory: Path) -> Path:
+    """Make an archive from elsewhere the head's, which reads the log's older part from it; return the head's."""
+    if directory != config.archive:
+        config.archive.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in segment_paths(directory):
+            shutil.copyfile(path, config.archive / path.name)
     return config.archive
 
 

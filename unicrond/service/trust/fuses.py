@@ -6,7 +6,7 @@ Rules
   flooded stores what it has heard half a minute later.
 * Where a node writes too much and this head has the server, its login ends at once: the server drops the connection
   and what is still on the way, and people see NodeRevoked in the log. A person lets the node in again (`unicrond
-  enroll`), and the counting begins anew.
+  enroll`), and the counting begins anew. A pod is no person: while the alarm stands, its token gives it no key.
 * One login may end so in any cluster, and of many within an hour the share of the brakes (`policy.isolated_share`);
   none in mode observe. Beyond it, and where the server is not ours or needs no login, the alarm alone tells a person.
   Nodes that are lost or isolated do not count: a flood does not wait until they are back.
@@ -34,15 +34,19 @@ from unicrond.events.wire.codec import API_PRODUCER, COORDINATOR
 _OBSERVATIONS, _BEATS = f"{PREFIX}.obs.", f"{PREFIX}.beat."
 _HEAD_PRODUCERS = (API_PRODUCER, COORDINATOR)
 _AGAIN_S = 1.0
+#: A revocation that the log still lacks is asked for again after so long.
+_ASK_AGAIN_US = 5_000_000
 #: A flood that no fuse has ended is told of for so long after its last message.
 _STANDS_US = 60_000_000
 
 
 class Fuse(msgspec.Struct, frozen=True):
-    """A fuse that has blown. `is_in_log`: the log says that the login has ended."""
+    """A fuse that has blown. `is_in_log`: the log says that the login has ended; `asked_us`: when that was last asked
+    for."""
 
     text: str
     since_us: int
+    asked_us: int
     is_in_log: bool = False
 
 
@@ -80,7 +84,8 @@ class Fuses:
             self.flooded.set()
 
     def look(self) -> dict[str, str]:
-        """Return the nodes whose logins are to end now, with the reason; each once."""
+        """Return the nodes whose logins are to end now, with the reason; again after _ASK_AGAIN_US if the log still
+        lacks it."""
         state, now_us = self._state(), self._monotonic_us()
         for node, fuse in list(self._fuses.items()):
             if fuse.is_in_log and node in state.logins:
@@ -90,6 +95,10 @@ class Fuses:
             elif node not in state.logins:
                 self._fuses[node] = msgspec.structs.replace(fuse, is_in_log=True)
         reasons: dict[str, str] = {}
+        for node, fuse in self._fuses.items():
+            if not fuse.is_in_log and now_us - fuse.asked_us >= _ASK_AGAIN_US:
+                reasons[node] = f"it floods the log: {fuse.text}"
+                self._fuses[node] = msgspec.structs.replace(fuse, asked_us=now_us)
         for node, excess in list(self._entrance.excesses.items()):
             if node in self._fuses:
                 continue
@@ -102,7 +111,7 @@ class Fuses:
             else:
                 self._obstacles.pop(node, None)
                 reasons[node] = f"it floods the log: {excess.sentence()}"
-                self._fuses[node] = Fuse(excess.sentence(), now_us)
+                self._fuses[node] = Fuse(excess.sentence(), now_us, now_us)
         return reasons
 
     def has_blown(self, node: str) -> bool:
@@ -130,7 +139,7 @@ class Fuses:
     def _limit(self, state: ClusterState, node: str, now_us: int) -> str:
         """Return why the brakes keep the login from ending; "" where they do not."""
         if node not in state.logins:
-            return "its key is none of the log's"
+            return "the log has enrolled no key of it"
         if state.mode == "observe":
             return "the cluster is in mode observe"
         recent = sum(now_us - fuse.since_us < brakes.HOUR_US for fuse in self._fuses.values())
