@@ -131,6 +131,8 @@ def apply_decision(transition: Transition, decision: LogDecision) -> None:
             memberships.take_part(transition, part, decision.term)
         case MembershipDecided() as decided:
             memberships.decided(transition, decided, decision.term, decision.warrant)
+        case PeersDecided() if 0 < decision.seq <= transition.memory.read_seq:
+            pass  # it comes again, and a membership with other peers may have come since
         case PeersDecided(task=task, peers=peers):
             kept_states.set_peers(transition, task, peers)
         case _:

@@ -206,11 +206,12 @@ class Commanded(_StateStruct, frozen=True, kw_only=True):
 
 class LogDecision(_StateStruct, frozen=True, kw_only=True):
     """A membership, a part of one, or a list of peers from the log, of a task that this node follows
-    (events/log/event_log.py). `warrant`: the signature that came beside it."""
+    (events/log/event_log.py). `warrant`: the signature that came beside it; `seq`: its number in the log."""
 
     event: Decision
     term: int
     warrant: str = ""
+    seq: int = 0
 
 
 class WorkerConnected(_StateStruct, frozen=True, kw_only=True):

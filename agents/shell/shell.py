@@ -266,8 +266,10 @@ class Shell(ABC):
         return after_seq
 
     def _note_read(self, seq: int) -> None:
-        """Note the last entry that was handled; it is written down with what is remembered next."""
-        self.state = replace(self.state, memory=replace(self.state.memory, read_seq=seq))
+        """Note the last entry that was handled; it is written down with what is remembered next. One that comes again
+        takes nothing back."""
+        read_seq = max(seq, self.state.memory.read_seq)
+        self.state = replace(self.state, memory=replace(self.state.memory, read_seq=read_seq))
 
     def tasks_here(self, log: LogSeen | None = None) -> frozenset[str]:
         """Return the tasks that have a worker here, or will have one.
@@ -314,7 +316,7 @@ class Shell(ABC):
             cause = envelope.event_id
             self.feed(Commanded(command=event, term=envelope.term, cause=cause, age_s=age_s, warrant=warrant))
         elif isinstance(event, BROADCAST_TYPES):
-            self.feed(LogDecision(event=event, term=envelope.term, warrant=warrant))
+            self.feed(LogDecision(event=event, term=envelope.term, warrant=warrant, seq=recorded.seq))
 
     # --- reports now and then --------------------------------------------------------------------
 

@@ -238,9 +238,9 @@ class Node:
     def command(self, command: Command, term: int = 1, age_s: float = 0.0) -> list[Action]:
         return self.feed(Commanded(command=command, term=term, cause=f"c-{command.command_id}", age_s=age_s))
 
-    def tell(self, event: Decision, term: int = 1, warrant: str = "") -> list[Action]:
+    def tell(self, event: Decision, term: int = 1, warrant: str = "", seq: int = 0) -> list[Action]:
         """A decision of the log that is told once."""
-        return self.feed(LogDecision(event=event, term=term, warrant=warrant))
+        return self.feed(LogDecision(event=event, term=term, warrant=warrant, seq=seq))
 
     def hello(self, worker: str, *, ready: bool = False) -> list[Action]:
         process = self.processes[worker]

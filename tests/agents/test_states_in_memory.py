@@ -75,6 +75,15 @@ def test_capture_waits_for_copy_peers() -> None:
     assert CopyState(task="a", shard=0, peers=(service("n2"),)) in actions, "what is here is copied at once"
 
 
+def test_older_peers_that_come_again_are_passed_over() -> None:
+    node = trained(service(NODE), service("n2"))
+    node.state = replace(node.state, memory=replace(node.state.memory, read_seq=12))
+    node.tell(PeersDecided(task="a", peers=(service(NODE),)), seq=10)
+    assert CopyState(task="a", shard=0, peers=(service("n2"),)) in node.say("a.1", capture(1))
+    node.tell(PeersDecided(task="a", peers=(service("n3"),)), seq=13)
+    assert CopyState(task="a", shard=0, peers=(service("n3"),)) in node.say("a.1", capture(2))
+
+
 def test_foreign_copy_is_reported_and_not_forwarded() -> None:
     node = trained(service("n2"))
     held = SnapshotStored(
