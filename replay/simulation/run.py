@@ -125,6 +125,7 @@ async def _play(world: World) -> None:
     while world.loop.time() < FAULTY_UNTIL_S + REST_WITHIN_S:
         if await _broke_within(world, _LOOK_S):
             return
+        world.answer_calls()
         for rule, story in world.checker.people.at_look(world.checker.state, world.loop.time()):
             world.checker.record_breach(rule, story)
         if _unrest(world, {}) not in ("", *_GETTING_ON):

@@ -6,10 +6,17 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster
-from unicrond.core.state.state import ClusterState, Severity
+from unicrond.agents.core.state import ArmTimer
+from unicrond.agents.core.worker_budgets import ReportDrops
+from unicrond.core.faults.program_faults import LOOPING_MIN
+from unicrond.core.state.holds import Outage
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState, NodeStatus, Severity
+from unicrond.core.state.task_parts import Crashes
 from unicrond.events import vocabulary as v
-from unicrond.replay.simulation.checks.invariants import symptoms_are_no_incidents
+from unicrond.replay.simulation.checks.invariants import honest_workers_are_heard, symptoms_are_no_incidents
 from unicrond.replay.simulation.checks.judgement import causes_of, deaf_heads_judge_nobody, programs_move_no_others
+from unicrond.replay.simulation.checks.outages import other_causes, outages_move_nobody
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.faults.boundary_events import STRANGER
 
@@ -111,3 +118,39 @@ def test_silence_of_all_explains_no_symptom(cluster: MiniCluster) -> None:
         cause = replace(incident, id="other", kind=kind)
         state = replace(cluster.state, incidents={name: symptom, "other": cause})
         assert bool(symptoms_are_no_incidents(state)) is is_breach
+
+
+def test_change_of_a_mode_is_a_cause(cluster: MiniCluster) -> None:
+    """A task that was observed goes where the plan wants it once it is healed again."""
+    state = cluster.state
+    before = causes_of(with_task(state, "sound", mode="observe"))
+    assert not programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, causes_of(state))
+    assert programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, before)
+
+
+@pytest.mark.parametrize(
+    ("how", "is_breach"),
+    [("moved", True), ("as it was", False), ("its program fails", False), ("a member has left", False)],
+)
+def test_plan_in_an_outage_moves_nobody_without_a_cause(cluster: MiniCluster, how: str, is_breach: bool) -> None:
+    state, policy = cluster.state, Policy()
+    state = replace(state, outages={"i1": Outage(since_us=1, domain="", away=("n9",), back=("n1",))})
+    before = other_causes(state)
+    plan = plan_of(state, {n: s.replicas for n, s in state.plan.assignments.items()})
+    if how != "as it was":
+        plan = moved(state)
+    if how == "its program fails":
+        crashes = Crashes(count=LOOPING_MIN, fruitless=1)
+        state = with_task(state, "sound", troubles=replace(state.tasks["sound"].troubles, crashes=crashes))
+        before = other_causes(state)
+    if how == "a member has left":
+        state = replace(state, nodes=state.nodes | {"n1": replace(state.nodes["n1"], status=NodeStatus.LEFT)})
+    assert bool(outages_move_nobody(state, plan, before, {"n1"}, policy)) is is_breach
+
+
+@pytest.mark.parametrize(("kind", "is_breach"), [("CheckpointSaved", False), ("ErrorReported", True)])
+def test_saves_in_quick_succession_may_wait(kind: str, is_breach: bool) -> None:
+    waits = ArmTimer(name="budget", key=f"big.1/{kind}", after_s=1.0)
+    drops = ReportDrops(worker="big.1", counts={kind: 3})
+    for action in (waits, drops):
+        assert bool(honest_workers_are_heard("n1", [action])) is is_breach

@@ -89,6 +89,28 @@ def test_copies_continue_after_full_disk_lost_peers(monkeypatch: pytest.MonkeyPa
     assert not outcome.rule, outcome.story
 
 
+def test_copies_continue_after_all_decisions_came_again() -> None:
+    """Peers of a time when the other nodes were lost come again, behind the membership that has taken their place."""
+    faults = [
+        SimulatedFault(kind="domain_down", at_s=15.442, for_s=7.21, how="cut", pick=3),
+        SimulatedFault(kind="redeliver", at_s=34.164, nodes=("n1",), pick=5),
+    ]
+    outcome = simulate(7400, faults)
+    assert not outcome.rule, outcome.story
+
+
+def test_node_isolated_after_the_faults_gets_its_person() -> None:
+    """The cluster is observed while a GPU breaks: the isolation is held until then."""
+    faults = [
+        SimulatedFault(kind="observe", at_s=17.623, for_s=16.42, pick=4),
+        SimulatedFault(kind="ill_accelerator", at_s=22.919, for_s=2.023, nodes=("n1",), how="gpu_broken", pick=1),
+        SimulatedFault(kind="crash_log", at_s=33.173, for_s=4.978, pick=5),
+        SimulatedFault(kind="cut_coordinator", at_s=37.962, for_s=3.65, pick=4),
+    ]
+    outcome = simulate(6326, faults)
+    assert not outcome.rule, outcome.story
+
+
 def test_peers_of_readmitted_node_are_not_clearly_blamed() -> None:
     """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
     faults = [

@@ -63,7 +63,7 @@ RULES: dict[str, str] = {
     "handovers_are_awaited": "A worker hands over before it is stopped for another layout, its node's deadline aside.",
     "ordered_faults_strike_once": "An ordered fault happens once, whatever is repeated.",
     "stale_commands_never_act": "An agent that has seen a newer term or epoch ignores older commands.",
-    "honest_workers_are_heard": "Of what an honest worker says nothing waits, and nothing is dropped.",
+    "honest_workers_are_heard": "Of what an honest worker says nothing waits or is dropped; fast saves may.",
     "generations_never_go_back": "A worker never gets an older membership after a newer one.",
     "slots_are_held_once": "No two living processes hold one GPU slot, no two one worker id (unless one never built).",
     "steps_have_one_membership": "All replicas that commit an iteration commit the same sums of one membership.",
@@ -89,6 +89,9 @@ RULES: dict[str, str] = {
     **JUDGEMENT_RULES,
     **OUTAGE_RULES,
 }
+
+
+_SAVE = v.CheckpointSaved.__name__
 
 
 class Violation(AssertionError):
@@ -360,11 +363,12 @@ def handovers_are_awaited(basis: ClusterState, stop: v.StopWorker) -> str:
 
 
 def honest_workers_are_heard(node: str, actions: Sequence[Action]) -> str:
-    """Check that an agent lets through what its workers say."""
+    """Check that an agent lets through what its workers say. Small models save more often than once a second, which is
+    all that a worker has for it: the newest save stands for those before it."""
     for action in actions:
-        if isinstance(action, ReportDrops):
+        if isinstance(action, ReportDrops) and set(action.counts) != {_SAVE}:
             return f"{node} drops what {action.worker} says: {action.counts}"
-        if isinstance(action, ArmTimer) and action.name == "budget":
+        if isinstance(action, ArmTimer) and action.name == "budget" and not action.key.endswith(f"/{_SAVE}"):
             return f"{node} holds back what a worker says: {action.key}"
     return ""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 from msgspec.structs import replace
 
+from unicrond.core.nodes.brakes import observes
 from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.planning.placement import place
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
@@ -38,8 +39,8 @@ _HOUR_US = 3_600_000_000
 
 
 class PlanCauses(msgspec.Struct, frozen=True):
-    """Hold what may move a task: nodes that may carry workers, tasks as they were submitted or changed, whose turn it
-    is, and per task what was measured of it, and its troubles."""
+    """Hold what may move a task: nodes that may carry workers, tasks as they were submitted or changed, in which mode
+    each is, whose turn it is, and per task what was measured of it, and its troubles."""
 
     nodes: tuple[tuple[object, ...], ...]
     tasks: tuple[tuple[object, ...], ...]
@@ -56,7 +57,7 @@ def causes_of(state: ClusterState) -> PlanCauses:
     nodes = tuple(
         [(n.name, n.slots, n.gpu, n.agent.boot, n.schedulable, n.cordon.active) for n in state.nodes.values()]
     )
-    tasks = tuple([(task.name, task.submitted_seq, task.spec.shape) for task in state.active])
+    tasks = tuple([(task.name, task.submitted_seq, task.spec.shape, observes(state, task)) for task in state.active])
     lessons = {
         task.name: (task.pace.measurements, task.pace.on_gpus, task.pace.other_layouts, task.troubles)
         for task in state.active

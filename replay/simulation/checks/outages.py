@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from unicrond.core.faults.program_faults import is_failing
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState, Node
+from unicrond.core.state.state import ClusterState, Node, NodeStatus
 from unicrond.core.tasks.starvation import ranks
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
@@ -16,7 +17,7 @@ from unicrond.events.wire.envelope import RecordedEvent
 
 #: Name -> sentence; part of `invariants.RULES`.
 OUTAGE_RULES: dict[str, str] = {
-    "outages_move_nobody": "While nodes that were lost together are awaited, no plan is made for that.",
+    "outages_move_nobody": "While nodes that were lost together are awaited, no plan moves anybody for that.",
     "outages_accuse_no_node": "No node of an outage is isolated, unless a fault names it.",
     "returns_are_one": "No plan uses a node that is back and waits for the others of its outage.",
 }
@@ -45,7 +46,7 @@ def other_causes(state: ClusterState) -> OtherCauses:
 
 def _lasting(node: Node) -> tuple[object, ...]:
     use = node.cordon.active, node.cordon.draining, node.isolation.active, node.departure.announced
-    return node.slots, node.gpu, *use, node.departure.removal
+    return node.slots, node.gpu, *use, node.departure.removal, node.status is NodeStatus.LEFT
 
 
 def members_of_outages(state: ClusterState) -> frozenset[str]:
@@ -63,6 +64,10 @@ def outages_move_nobody(
         return ""
     if any(hold.node in members for hold in basis.holds.values()):
         return ""  # what starts anew on a node that is accused gets another, if there is one
+    shares = {share.task: expand(share).replicas for share in plan.assignments}
+    old = {name: share.replicas for name, share in basis.plan.assignments.items()}
+    if all(shares.get(t.name) == old.get(t.name) or is_failing(t) for t in basis.active):
+        return ""  # nobody moves, but for a task that keeps off the nodes where its program fails
     now = other_causes(basis)
     if now.rest != before.rest or now.lasting != before.lasting:
         return ""

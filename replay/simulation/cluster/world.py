@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from unicrond.core.nodes.isolation import Repair, needs_hands
+from unicrond.core.nodes.isolation import IsolationPhase, Repair, needs_hands, phase
 from unicrond.core.state.policy import PART_BYTES, Policy
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
@@ -96,6 +96,8 @@ class World:
         self._api = Endpoint(self.server, Link(loop, self.rng("api")), self.checker.acknowledged)
         self._request_count = 0
         self.cordoned: set[str] = set()
+        #: The isolations, by node and number, which a person has answered.
+        self._calls: set[tuple[str, int]] = set()
         self._requests: set[asyncio.Task[Any]] = set()
 
     def _draw_policy(self) -> Policy:
@@ -184,8 +186,22 @@ class World:
         )
         self.cordoned.update(isolated)
         for name in sorted(self.cordoned):
-            self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))
+            self._uncordon(name)
         self.cordoned.clear()
+
+    def answer_calls(self) -> None:
+        """Send an answer for each node that waits for a person: one may be isolated after all faults."""
+        state = self.checker.state
+        waiting = [node for node in state.nodes.values() if phase(state, node) is IsolationPhase.AWAITS_PERSON]
+        for node in waiting:
+            if (node.name, node.isolation.count) not in self._calls:
+                self._uncordon(node.name)
+
+    def _uncordon(self, name: str) -> None:
+        """Send the request, and note which isolation it is for."""
+        node = self.checker.state.nodes.get(name)
+        self._calls.add((name, node.isolation.count if node is not None else 0))
+        self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))
 
     def cancel_maintenance(self) -> None:
         """Cancel all maintenance windows."""
