@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.seeds import at_most
 from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
@@ -21,7 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # Machines under load are slow, not wrong: no deadline per example.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "suite", max_examples=at_most(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import get_args
 
+from tests.house import nodes, sources
 from unicrond.core.nodes import isolation
 from unicrond.core.state.state import NodeStatus
 from unicrond.events.vocabulary import ErrorKind
@@ -22,27 +23,26 @@ QUOTED = [quote for symptom in SYMPTOMS for quote in re.findall(r'"([^"]+)"', sy
 COMPLAINTS = {"log.error", "log.critical", "logger.error", "logger.critical", "Fatal", "BadRunDir"}
 
 
-@cache
-def trees() -> list[ast.Module]:
-    paths = [path for package in ("agents", "events", "replay", "unicrond") for path in (ROOT / package).rglob("*.py")]
-    return [ast.parse(path.read_text()) for path in paths]
-
-
-def words(node: ast.AST) -> str:
+def words(nodes: Iterable[ast.AST]) -> str:
     """The fixed parts of a message, what is put in left out."""
-    texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-    return " ... ".join(texts)
+    return " ... ".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+@cache
+def texts() -> list[str]:
+    """The fixed parts of each source file."""
+    return [words(nodes(tree)) for tree in sources().values()]
 
 
 def complaints() -> Iterator[str]:
-    for tree in trees():
-        for call in ast.walk(tree):
+    for tree in sources().values():
+        for call in nodes(tree):
             if isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in COMPLAINTS:
-                yield words(call.args[0])
+                yield words(ast.walk(call.args[0]))
 
 
 def test_runbook_quotes_match_code() -> None:
-    said = "\n".join(words(tree) for tree in trees())
+    said = "\n".join(texts())
     unknown = [quote for quote in QUOTED if quote not in said]
     assert not unknown, "these sentences have changed: change docs/operate/runbook.md with them"
 
@@ -53,7 +53,7 @@ def test_tls_refusal_quotes_match_code() -> None:
         r"^\| (\"[^|]+) \|", text.partition("### What a refusal says")[2].partition("\n## ")[0], re.MULTILINE
     )
     parts = [part for row in rows for quote in re.findall(r'"([^"]+)"', row) for part in re.split(r"[A-Z]{4,}", quote)]
-    said = "\n".join(words(tree) for tree in trees())
+    said = "\n".join(texts())
     assert len(rows) > 5 and [part for part in parts if part not in said] == []
 
 
@@ -75,6 +75,6 @@ def test_runbook_covers_every_node_state() -> None:
 
 
 def test_runbook_metrics_are_exported() -> None:
-    exported = {name for tree in trees() for name in re.findall(r"unicron_[a-z_]+", words(tree))}
+    exported = {name for text in texts() for name in re.findall(r"unicron_[a-z_]+", text)}
     named = set(re.findall(r"`(unicron_[a-z_]+)`", TEXT))
     assert named and {name.removesuffix("_total") for name in named} <= exported

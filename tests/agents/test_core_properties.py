@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.agents.node import NODE, STORE, Node, committed, decision, membership, part, reporter, start, stop
+from tests.seeds import at_most
 from unicrond.agents.core.state import LeaveNow, WorkerDisconnected
 from unicrond.events.vocabulary import (
     CommandApplied,
@@ -210,5 +211,5 @@ class AgentMachine(RuleBasedStateMachine):
         assert started <= {event.worker for event in node.of(WorkerExited)}
 
 
-AgentMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+AgentMachine.TestCase.settings = settings(max_examples=at_most(150), stateful_step_count=40, deadline=None)
 TestAgentMachine = AgentMachine.TestCase

@@ -18,6 +18,7 @@ from tests.agents.entries import JUNK
 from tests.agents.node import NODE, Node, committed, decision, reporter
 from tests.agents.test_core import member
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
+from tests.seeds import at_most
 from unicrond.agents.core import floods
 from unicrond.agents.core import worker_budgets as budgets
 from unicrond.agents.core.state import Action, Append, WorkerSaid
@@ -114,7 +115,7 @@ def test_bucket_gives_its_size_at_once_and_one_more_in_its_time(size: int, every
     assert len(taken) >= min(size, len(gaps))
 
 
-@settings(max_examples=100)
+@settings(max_examples=at_most(100))
 @given(st.data())
 def test_any_flood_is_bounded_and_its_newest_states_go_on(data: st.DataObject) -> None:
     """Whatever is said in whatever order: entries, memory and counts are bounded, and nothing is lost uncounted."""

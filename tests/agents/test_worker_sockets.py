@@ -155,9 +155,11 @@ async def test_worker_that_says_too_much_is_read_late_over_all_its_connections(h
     other.write(frame(WorkerReady(node="n", task="b", worker="b.1")))
     said = [(await heard.next())[0] for _ in range(1001)]
     extra = 1000 + 2 * GREETING_FRAMES
-    assert time.monotonic() - began_s > 0.8 * extra * READING.every_us / 1e6
+    took_s, least_s = time.monotonic() - began_s, extra * READING.every_us / 1e6
+    assert took_s > 0.8 * least_s
     assert said.index("b.1") < 1000, "another one does not wait"
-    assert heard.late.keys() == {"a.1"} and heard.late["a.1"] >= 1000
+    if took_s < 2 * least_s:  # else this machine is slower than the bucket, and nothing has to wait for it
+        assert heard.late.keys() == {"a.1"} and heard.late["a.1"] >= 1000
     for writer in (second, other):
         writer.close()
 

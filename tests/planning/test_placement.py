@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.seeds import at_most
 from unicrond.core.planning.placement import Placement, Replica, place
 from unicrond.events.vocabulary.shape import Shape
 
@@ -97,7 +98,7 @@ def halls(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, Shape], dict[str, 
     return counts, shapes, left, start
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=at_most(400), deadline=None, derandomize=True)
 @given(halls())
 def test_placement_keeps_its_invariants(
     hall: tuple[dict[str, int], dict[str, Shape], dict[str, int], Placement],
@@ -130,7 +131,7 @@ def test_placement_keeps_its_invariants(
     assert settled.replicas == placed.replicas and settled.moves == 0
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=at_most(200), deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from((1, 2, 4, 8)), min_size=1, max_size=6), st.data())
 def test_placement_fits_powers_of_two(slots: list[int], data: st.DataObject) -> None:
     """Groups of 1, 2, 4, 8 pack without waste: nobody is short while the seats last, wherever they sat before."""

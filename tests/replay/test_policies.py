@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.seeds import at_most
 from unicrond.replay.evaluation.model.assumptions import DEFAULTS
 from unicrond.replay.evaluation.model.meter import CostPhase
 from unicrond.replay.evaluation.model.speeds import fixed_layout, fixed_speeds, restricted_job
@@ -179,7 +180,7 @@ def test_even_pipelines_are_nearly_best_combination(nodes: int) -> None:
     sizes=st.lists(st.integers(SEVENTY_B.fewest, SEVENTY_B.fewest + 3), min_size=1, max_size=5),
     lost=st.sets(st.integers(0, 30), max_size=8),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=at_most(200), deadline=None)
 def test_oobleck_keeps_pipelines_when_nodes_are_lost(sizes: list[int], lost: set[int]) -> None:
     ends = np.cumsum(sizes).tolist()
     pipelines = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
@@ -203,7 +204,7 @@ def test_oobleck_keeps_pipelines_when_nodes_are_lost(sizes: list[int], lost: set
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     came=st.integers(0, 4),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=at_most(100), deadline=None)
 def test_oobleck_keeps_pipelines_when_nodes_arrive(sizes: list[int], came: int) -> None:
     ends = np.cumsum(sizes).tolist()
     pipelines = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]

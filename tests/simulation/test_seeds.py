@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.seeds import SEEDS
 from unicrond.core import fold
 from unicrond.core.folding import silence
 from unicrond.core.nodes import outages
@@ -22,8 +23,6 @@ from unicrond.replay.simulation.mutants.table import MUTANTS, find_breach
 from unicrond.replay.simulation.run import history, simulate
 
 ROOT = Path(__file__).parents[2]
-#: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.
-SEEDS = int(os.environ.get("UNICRON_FUZZ_SEEDS", "250"))
 #: Seeds of one test: two of pytest's processes share the tests.
 AT_ONCE = 25
 

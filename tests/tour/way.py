@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
+from functools import cache
 from types import FunctionType
 from typing import Any, get_args
 
@@ -47,6 +48,7 @@ def function_name(function: Any) -> str:
     return f"{resolved.as_posix()}:{function.__qualname__}"
 
 
+@cache
 def functions_of(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     """Return the functions that a file defines, by qualified name; those inside other functions not."""
     functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}

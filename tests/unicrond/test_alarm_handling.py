@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
+from tests.seeds import at_most
 from tests.unicrond.cluster import MiniCluster, trained
 from tests.unicrond.serving import Served, healed_cluster, serving
 from tests.unicrond.test_notify import CALM, Hands, notifier, sent
@@ -224,7 +225,7 @@ class Handling(RuleBasedStateMachine):
 
 
 TestHandling = Handling.TestCase
-TestHandling.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestHandling.settings = settings(max_examples=at_most(40), stateful_step_count=25, deadline=None)
 
 
 async def test_alarm_that_comes_back_after_its_end_ends_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.seeds import at_most
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.deciding.batch import STRAY_STOPS_MAX
 from unicrond.core.fold import fold
@@ -65,7 +66,7 @@ def foreign(state: ClusterState, node: str) -> list[Task]:
     ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=at_most(300))
 @given(
     st.randoms(use_true_random=False),
     st.sampled_from(["n0", "n1", "n2", IDLE, IDLE]),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.seeds import at_most
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from tests.unicrond.test_escalation import said
 from unicrond.core.fold import fold
@@ -370,7 +371,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=at_most(25), deadline=None)
 @given(st.integers(2, 8), st.sampled_from([0.0, 0.25, 0.5]), st.integers(1, 4), MOVES)
 def test_no_history_takes_more_out_than_brakes_allow(
     nodes: int, share: float, per_hour: int, moves: list[tuple[str, int]]

@@ -27,6 +27,7 @@ ROW = re.compile(r"^\| `([^`]+)` \| (\w+) \| (?:`([^`]*)` )?\| (\S.*) \|$", re.M
 NO_VARIABLES = {EVENT_STREAM, BEAT_STREAM, BUCKET, HEADS_BUCKET}
 NO_SETTINGS = {"--help", "--version", "--print-completion"}
 VARIABLE = re.compile(r"UNICRON_[A-Z]+(?:_[A-Z]+)*")
+WORTH_PARSING = re.compile(r"UNICRON_|environ")
 #: Functions of the code that read the variable their first argument names.
 READERS = {"_seconds", "_bytes", "_count"}
 
@@ -98,8 +99,11 @@ def variables_of_the_code() -> set[str]:
     """The environment variables that the code reads, and those that it sets for commands which it runs."""
     found = set()
     paths = [path for package in ("agents", "events", "replay", "unicrond") for path in (ROOT / package).rglob("*.py")]
-    for path in [*paths, ROOT / "tests" / "simulation" / "test_seeds.py"]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in [*paths, ROOT / "tests" / "seeds.py"]:
+        text = path.read_text()
+        if not WORTH_PARSING.search(text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value):
                 found.add(node.value)
             elif isinstance(node, ast.Call) and node.args and isinstance(first := node.args[0], ast.Constant):

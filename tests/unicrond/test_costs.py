@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tests.replay.golden import LOGS
+from tests.seeds import at_most
 from tests.unicrond.cluster import SECOND_US
 from tests.unicrond.stories import random_life, states_of, trained
 from unicrond.core.state.state import ClusterState, Incident, Task, TaskStatus
@@ -98,7 +99,7 @@ def assert_as_the_accountant_says(states: list[ClusterState]) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(at_most(60)))
 def test_ledger_accounts_every_microsecond(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed, falls=bool(seed % 2)):

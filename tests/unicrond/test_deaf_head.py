@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.replay.test_verify import verify
+from tests.seeds import at_most
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from tests.unicrond.test_decide import two_tasks
 from tests.unicrond.test_departures import of
@@ -155,7 +156,7 @@ def test_silence_ends_where_no_node_is_left() -> None:
     assert bus.run(1, []) == ["SilenceEnded"]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(at_most(30)))
 def test_no_node_is_lost_while_none_is_heard(seed: int) -> None:
     """Random spells of silence, of all nodes at once: whatever follows what, nobody is lost."""
     draw = random.Random(seed)

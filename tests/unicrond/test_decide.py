@@ -6,6 +6,7 @@ from functools import reduce
 
 import pytest
 
+from tests.seeds import at_most
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.stories import random_life
 from unicrond.core.fold import fold
@@ -117,7 +118,7 @@ def test_task_that_fails_everywhere_ends_and_frees_nodes() -> None:
     assert cluster.state.plan.assignments["big"].workers == 3
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(at_most(200)))
 def test_decisions_converge_under_random_faults(seed: int) -> None:
     cluster = two_tasks(seed)
     for _ in random_life(cluster, seed):

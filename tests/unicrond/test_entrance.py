@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.seeds import at_most
 from unicrond.core.state.state import ClusterState, NodeLogin
 from unicrond.events.log.entrance import ENTRANCE, ENTRANCE_KIB, PACE, PACE_KIB, Entrance, kib
 from unicrond.events.trust.keys import make_key
@@ -29,7 +30,7 @@ def paced(sizes_bytes: list[int], gaps_us: list[int], begin_us: int) -> list[tup
     return sent
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(
     st.lists(st.tuples(st.integers(1, MAX_EVENT_BYTES), st.sampled_from([0, 0, 0, 100, 10_000])), max_size=300),
     st.integers(0, 3 * SECOND_US),

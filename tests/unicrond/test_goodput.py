@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from tests.replay.golden import LOGS
 from tests.replay.logs import troubled, write_log
+from tests.seeds import at_most
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.stories import random_life, trained
@@ -58,7 +59,7 @@ def assert_adds_up(state: ClusterState, books: GoodputTotals) -> None:
     assert sum(int(work) for causes in books.short.values() for work in causes.values()) == int(ledger.sub_health)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(at_most(40)))
 def test_goodput_parts_sum_to_ledger_at_every_entry(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed, falls=bool(seed % 2)):
@@ -66,7 +67,7 @@ def test_goodput_parts_sum_to_ledger_at_every_entry(seed: int) -> None:
     follow(cluster.log, check=True)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(at_most(40)))
 def test_goodput_closes_from_any_entry_to_any_other(seed: int) -> None:
     """Of the cluster and of each task, since the beginning and in an interval: nothing below 0 or above 100 %."""
     cluster = trained(seed)

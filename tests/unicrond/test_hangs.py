@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.seeds import at_most
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_leader_confirms, trained
 from unicrond.core.faults import hangs
 from unicrond.core.faults.hangs import judge, judge_all
@@ -407,7 +408,7 @@ def test_hang_during_handover_is_found(cluster: MiniCluster) -> None:
 # --- at the cost of what changes ------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_most(60), deadline=None)
 @given(st.data())
 def test_tally_hides_no_verdict(data: st.DataObject) -> None:
     """Reports and ends in any order, of a task in maps of several chunks: a plain look at all finds no more."""

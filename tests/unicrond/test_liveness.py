@@ -7,6 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
+from tests.seeds import at_most
 from unicrond.core.nodes.deafness import PAUSES_MAX, Pauses
 from unicrond.core.nodes.liveness import (
     MOST_SILENT_FACTOR,
@@ -376,7 +377,7 @@ class Plain:
         return [name for name in silence if self.judges and silence[name] > BEAT_US * 3 // 2]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(at_most(60)))
 def test_incremental_judgement_matches_full_scan(seed: int) -> None:
     drawn = random.Random(seed)
     now_us = drawn.randrange(10_000_000)
@@ -533,7 +534,7 @@ def test_all_that_are_deaf_at_once_are_the_heads_trouble() -> None:
     assert not [verdict for verdict in bus.run(3, NAMES) if not isinstance(verdict, v.SilenceHeld)]
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(at_most(50)))
 def test_deaf_nodes_that_beat_at_other_times_are_held_together(seed: int) -> None:
     """Each sends at a phase of its own; hearing ends for all at one moment. Nobody is lost before it is held."""
     chance = random.Random(seed)

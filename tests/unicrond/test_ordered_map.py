@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.seeds import at_most
 from unicrond.core.state import ordered_map
 from unicrond.core.state.ordered_map import (
     OrderedMap,
@@ -44,7 +45,7 @@ def play(steps: list[tuple[str, list[str]]]) -> list[tuple[Any, dict[str, object
     return seen
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=at_most(150), deadline=None)
 @given(STEPS)
 def test_ordered_map_matches_dict_in_insertion_order(steps: list[tuple[str, list[str]]]) -> None:
     for known, model in play(steps):
@@ -61,7 +62,7 @@ def test_ordered_map_matches_dict_in_insertion_order(steps: list[tuple[str, list
             assert known.get(name) is model.get(name) and (name in known) == (name in model)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=at_most(150), deadline=None)
 @given(STEPS)
 def test_changed_finds_all_differences(steps: list[tuple[str, list[str]]]) -> None:
     seen = play(steps)

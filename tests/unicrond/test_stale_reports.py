@@ -7,6 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.seeds import at_most
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import two_tasks
 from unicrond.core.decide import decide
@@ -63,7 +64,7 @@ def troubled(seed: int) -> MiniCluster:
     return cluster
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_most(60), deadline=None)
 @given(st.integers(0, 10_000), st.data())
 def test_repeated_report_changes_nothing(seed: int, data: st.DataObject) -> None:
     cluster = troubled(seed)
@@ -87,7 +88,7 @@ def test_repeated_report_changes_nothing(seed: int, data: st.DataObject) -> None
     assert cluster.state.plan == before.plan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_most(40), deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(KINDS))
 def test_report_about_left_group_is_void(seed: int, kind: str) -> None:
     """Late news of an older generation, from a worker that has long gone on: no second reattempt, no restart."""
@@ -106,7 +107,7 @@ def test_report_about_left_group_is_void(seed: int, kind: str) -> None:
     assert decide(Survey(cluster.state, cluster.policy), {}) == [] and not cluster.standing()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=at_most(20), deadline=None)
 @given(st.integers(0, 10_000))
 def test_late_peer_reports_trigger_no_second_answer(seed: int) -> None:
     cluster = two_tasks(seed)

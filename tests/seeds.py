@@ -1,0 +1,13 @@
+"""How many random histories a test plays. UNICRON_FUZZ_SEEDS bounds it for each test: `make check` plays 25."""
+
+from __future__ import annotations
+
+import os
+
+#: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.
+SEEDS = int(os.environ.get("UNICRON_FUZZ_SEEDS", "250"))
+
+
+def at_most(count: int) -> int:
+    """Return how many of `count` seeds, or of hypothesis's examples, a test plays."""
+    return min(count, SEEDS)
