@@ -115,7 +115,8 @@ def leave(transition: Transition, command: LeaveCluster, order: PendingCommand) 
     transition.answer(order)
     transition.state = replace(transition.state, ends="for good" if command.for_good else "forgotten")
     if command.for_good:
-        joining.drain(transition, f"it was told to leave for good: {command.reason}", command.limit_us / 1e6)
+        reason = f"it was told to leave for good: {command.reason}"
+        joining.drain(transition, reason, command.limit_us / 1e6, has_log=True)
     else:
         joining.leave(transition, f"the node was forgotten: {command.reason}")
 

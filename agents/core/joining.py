@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.agents.core import commits, starting, stopping
+from unicrond.agents.core import commits, last_saves, starting, stopping
 from unicrond.agents.core import stored_states as kept_states
 from unicrond.agents.core.known_event_log import difference
 from unicrond.agents.core.state import ArmTimer, Finish, ForgetLog, LogSeen, MachineSaw, Remembered, TellForkServer
@@ -82,8 +82,9 @@ def _tell_machine(transition: Transition, saw: MachineSaw) -> None:
     transition.append(MachineReported(node=transition.config.node, hold=saw.hold, reason=saw.reason[:MAX_TEXT]))
 
 
-def drain(transition: Transition, reason: str, limit_s: float) -> None:
-    """Leave once the coordinator has moved the workers away, after `limit_s` anyhow.
+def drain(transition: Transition, reason: str, limit_s: float, *, has_log: bool) -> None:
+    """Leave once the coordinator has moved the workers away, after `limit_s` anyhow. Where it does not, they save first
+    (last_saves.py).
 
     A second call does nothing; a node that has not joined yet joins first, if workers run on it.
     """
@@ -94,8 +95,11 @@ def drain(transition: Transition, reason: str, limit_s: float) -> None:
         return
     transition.state = replace(transition.state, drain_s=limit_s, leave_reason=reason[:MAX_TEXT])
     transition.actions.append(ArmTimer(name="drain", key="", after_s=limit_s))
+    last_saves.arm(transition, limit_s)
     if transition.state.phase == "up":
         begin_drain(transition, limit_s)
+    if not has_log:
+        last_saves.order(transition, "boundary")
 
 
 def begin_drain(transition: Transition, limit_s: float) -> None:

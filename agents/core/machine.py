@@ -61,6 +61,7 @@ The life of an agent
 * Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell then retires the fork server).
 * Drain: no new starts, NodeLeaving; the coordinator moves the workers away as it does for `unicronctl drain`. After the
   last has ended: NodeLeft, Finish. What still runs after `limit_s` gets SIGTERM, and SIGKILL after `kill_after_s`.
+  Where the coordinator does not answer, workers whose state may be lost save it first (last_saves.py).
   HandOver: sums are closed, nothing else.
 
 Floods
@@ -84,7 +85,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from unicrond.agents.core import commands as orders
-from unicrond.agents.core import commits, exits, floods, joining, reports, starting, stopping
+from unicrond.agents.core import commits, exits, floods, joining, last_saves, reports, starting, stopping
 from unicrond.agents.core import fork_server_messages as fork_server
 from unicrond.agents.core import stored_states as kept_states
 from unicrond.agents.core.agent_config import AgentConfig
@@ -171,8 +172,8 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             orders.checked(transition, agent_input)
         case LinksProbed() | StacksTaken():
             transition.append(agent_input)
-        case Drain(reason=reason, limit_s=limit_s):
-            joining.drain(transition, reason, limit_s)
+        case Drain(reason=reason, limit_s=limit_s, has_log=has_log):
+            joining.drain(transition, reason, limit_s, has_log=has_log)
         case LeaveNow(reason=reason):
             joining.leave(transition, reason)
         case HandOver():
@@ -211,6 +212,9 @@ def _timer_fired(transition: Transition, fired: TimerFired) -> None:  # noqa: C9
             floods.tell_drops(transition, fired.key)
         case "drain":
             joining.end_drain(transition)
+        case "save":
+            stage: last_saves.Stage = next(name for name in last_saves.STAGES if name == fired.key)
+            last_saves.order(transition, stage)
         case "wait":
             for waiting in transition.memory.waiting_starts:
                 if waiting.command.worker == fired.key:

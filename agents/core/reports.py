@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.agents.core import commits, floods, joining, memberships
+from unicrond.agents.core import commits, floods, joining, last_saves, memberships
 from unicrond.agents.core import stored_states as kept_states
 from unicrond.agents.core.state import (
     AcceleratorSaw,
@@ -130,7 +130,8 @@ def take(transition: Transition, worker: WorkerId, message: FromWorker) -> None:
         case WorkerPaused():
             commits.close_sum(transition, record.task)
             transition.reached(worker, message.iteration)
-            transition.append(message)
+            if not last_saves.has_saved(transition, record, message):
+                transition.append(message)
         case ErrorReported():
             commits.close_sum(transition, record.task)
             transition.reached(worker, message.iteration)

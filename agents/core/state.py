@@ -260,11 +260,12 @@ class ForkServerDied(_StateStruct, frozen=True, kw_only=True):
     cause: ExitCause = "signalled"
 
 
-TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy", "drain", "budget", "floods"]
+TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy", "drain", "save", "budget", "floods"]
 
 
 class TimerFired(_StateStruct, frozen=True, kw_only=True):
-    """A timer has fired. `key`: as in its ArmTimer: a worker, a task, a worker and a kind of message, or ""."""
+    """A timer has fired. `key`: as in its ArmTimer: a worker, a task, a worker and a kind of message, a stage of
+    last_saves.py, or ""."""
 
     name: TimerName
     key: str
@@ -341,10 +342,11 @@ class Checked(_StateStruct, frozen=True, kw_only=True):
 
 class Drain(_StateStruct, frozen=True, kw_only=True):
     """The node leaves as soon as the coordinator has moved its workers away, and within `limit_s` seconds in any
-    case."""
+    case. `has_log`: the log is in reach."""
 
     reason: str
     limit_s: float
+    has_log: bool = True
 
 
 class LeaveNow(_StateStruct, frozen=True, kw_only=True):

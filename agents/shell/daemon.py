@@ -90,7 +90,7 @@ class Agent(Shell):
         super().__init__(self._config(driver), self._recall(), outbox, MarkFiles(run_dir.marks))
         state_max_bytes = memory_bytes(options) // regions_most(options)
         self._processes = ProcessKeeper(self, options, run_dir, self._kills, state_max_bytes, self._fork_server_died)
-        self._departure = Departure(self, options, run_dir, self._processes)
+        self._departure = Departure(self, options, run_dir, self._processes, lambda: self._log.is_sure)
         credentials = credentials_of(options)
         self._memberships = Memberships(lambda: self.state.memory.memberships, credentials)
         self._memory = MemoryKeeper(

@@ -3,7 +3,8 @@ exit code.
 
 Ends
 ----
-* SIGTERM: the node is drained within `grace_s`, then it leaves; a second one changes nothing. With `hand_over` (a
+* SIGTERM: the node is drained within `grace_s`, then it leaves; a second one changes nothing. Where nobody answers, its
+  workers save first (core/last_saves.py). With `hand_over` (a
   restart): the agent goes, fork server and workers stay for the next one.
 * SIGINT: the node leaves, without a drain; again: at once. Workers, store and fork server end before the agent.
 * Exit codes: cli.py. What a signal ended is not 0: a place that is to be filled would count as done.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Callable
 
 from unicrond.agents.core.state import Drain, HandOver, LeaveNow
 from unicrond.agents.shell.options import Options
@@ -40,11 +42,15 @@ _END_S = 5.0
 class Departure:
     """Ends one agent. `over` is set when its process may end."""
 
-    def __init__(self, shell: Shell, options: Options, run_dir: RunDir, processes: ProcessKeeper) -> None:
+    def __init__(
+        self, shell: Shell, options: Options, run_dir: RunDir, processes: ProcessKeeper, has_log: Callable[[], bool]
+    ) -> None:
+        """Take what is to be ended. `has_log`: whether the log is in reach."""
         self._shell = shell
         self._options = options
         self._run_dir = run_dir
         self._processes = processes
+        self._has_log = has_log
         self.over = asyncio.Event()
         self._has_left = False
         self._has_failed = False
@@ -111,7 +117,10 @@ class Departure:
         self._signal, grace_s = signal.SIGTERM, self._options.grace_s
         self._ends_at_s = asyncio.get_running_loop().time() + grace_s
         logger.info("SIGTERM: the node is drained, then it leaves, within %g s", grace_s)
-        self._shell.feed(Drain(reason="its agent was asked to end", limit_s=grace_s - min(_END_S, grace_s / 2)))
+        limit_s, has_log = grace_s - min(_END_S, grace_s / 2), self._has_log()
+        if not has_log:
+            logger.warning("the log is not in reach: workers whose state may be lost save it first")
+        self._shell.feed(Drain(reason="its agent was asked to end", limit_s=limit_s, has_log=has_log))
 
     def _hand_over(self) -> None:
         self._signal = self._signal or signal.SIGTERM

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from tests.agents.node import CONFIG, NODE, Node, Process, committed, membership, reporter, start, stop
 from unicrond.agents.core.state import (
+    Action,
     Append,
     Appended,
     Disconnect,
@@ -732,6 +733,75 @@ def test_drain_deadline_terminates_and_kills_workers(node: Node) -> None:
     assert isinstance(node.die("a.1", SIGKILLED)[-1], Finish)
     (exited,) = node.of(WorkerExited)
     assert exited.is_expected and node.of(NodeLeft)
+
+
+def told_to_save(actions: list[Action]) -> list[tuple[str, int, bool]]:
+    """Worker, generation and urgency of the memberships without members."""
+    told = [(action.worker, action.message) for action in actions if isinstance(action, TellWorker)]
+    return [(worker, m.generation, m.urgent) for worker, m in told if isinstance(m, GroupMembership) and not m.members]
+
+
+def paused(node: Node, worker: str, generation: int) -> list[Action]:
+    return node.say(worker, WorkerPaused(**reporter(worker), generation=generation, iteration=7))
+
+
+@pytest.mark.parametrize("has_log", [False, True], ids=["no log", "nobody answers"])
+def test_unanswered_drain_has_workers_save(node: Node, *, has_log: bool) -> None:
+    """At the boundary; what has paused has saved, and is ended. Nothing of it is remembered or goes to the log."""
+    member(node, "a.1", 1)
+    running(node, "b.1", 2)
+    actions = node.feed(Drain(reason="asked", limit_s=20.0, has_log=has_log))
+    if has_log:
+        assert told_to_save(actions) == [] and node.timers["save", "boundary"] == 5.0
+        actions = node.fire("save", "boundary")
+    assert told_to_save(actions) == [("a.1", 2, False)]
+    assert node.processes["b.1"].quit, "it has no state"
+    assert not node.processes["a.1"].quit and node.state.memory.memberships["a"].generation == 1
+    paused(node, "a.1", 2)
+    assert node.processes["a.1"].quit and not node.of(WorkerPaused)
+    node.die("b.1", EXIT_0)
+    assert isinstance(node.die("a.1", EXIT_0)[-1], Finish)
+    assert all(exited.is_expected for exited in node.of(WorkerExited))
+
+
+def test_leader_saves_halfway_through_unanswered_drain(node: Node) -> None:
+    """Without the boundary, which the nodes that stay do not agree to. Another replica has nothing to save."""
+    for number, worker in enumerate(("a.1", "a.2"), 1):
+        running(node, worker, number)
+    node.tell(membership("a", 1, ["a.1", "a.2"]))
+    node.feed(Drain(reason="asked", limit_s=20.0, has_log=False))
+    assert node.timers["save", "now"] == 10.0 < node.timers["drain", ""]
+    assert told_to_save(node.fire("save", "now")) == [("a.1", 3, True)]
+    assert told_to_save(node.fire("save", "late")) == []
+
+
+def test_answered_drain_is_the_coordinators(node: Node) -> None:
+    """Its membership names others, or nobody: then the last one out saves in time, also in a long iteration."""
+    for number, worker in enumerate(("a.1", "b.1"), 1):
+        member(node, worker, number)
+    node.feed(Drain(reason="asked", limit_s=20.0))
+    node.tell(membership("a", 2, ["a.9"]))
+    node.tell(membership("b", 2, []))
+    assert told_to_save(node.fire("save", "boundary")) == told_to_save(node.fire("save", "now")) == []
+    assert node.timers["save", "late"] == 15.0
+    paused(node, "a.1", 2)
+    assert node.of(WorkerPaused) and not node.processes["a.1"].quit
+    assert told_to_save(node.fire("save", "late")) == [("b.1", 4, True)]
+    paused(node, "b.1", 4)
+    assert node.processes["b.1"].quit
+
+
+def test_agent_that_never_joined_has_workers_save(node: Node) -> None:
+    """It began while the log was away."""
+    member(node, "a.1", 1)
+    node.restart_agent()
+    node.has_fork_server = True
+    node.feed(ForkServerSaid(message=node.inventory()))
+    node.hello("a.1")
+    node.appended.clear()
+    assert told_to_save(node.feed(Drain(reason="asked", limit_s=20.0, has_log=False))) == [("a.1", 2, False)]
+    paused(node, "a.1", 2)
+    assert isinstance(node.die("a.1", EXIT_0)[-1], Finish) and not node.of(NodeJoined)
 
 
 def test_interrupt_ends_drain(node: Node) -> None:

@@ -124,11 +124,13 @@ async def test_shared_memory_oom_kills_whole_container(cluster: Cluster, record:
     (pod.directory / "shm" / "full").unlink()  # else the next container dies of it too
     await asyncio.to_thread(pod.restart)
     whole_s = await watch.whole(also=is_up(machine, boot))
-    # One that the dead container was to start may still be started and ended by the next one, as expected.
-    ended = [line for line in watch.lines("WorkerExited") if not line.envelope["event"]["is_expected"]]
-    causes = sorted({line.envelope["event"]["cause"] for line in ended})
-    said = [line.summary for line in ended]
-    assert causes and set(causes) <= {"oom_killed", "maybe_oom_killed", "unknown"}, said
+    # One that the dead container was to start may still be started and ended by the next one, as expected. Where the
+    # kernel takes the worker first, the agent may live long enough for the reason, and not for the exit after it.
+    told = [(line.envelope["event"], line.summary) for line in watch.lines("WorkerExited", "ErrorReported")]
+    ends = [(e, said) for e, said in told if e["node"] == node_of(machine) and not e.get("is_expected", False)]
+    causes, said = sorted({str(e.get("cause") or e["kind"]) for e, _ in ends}), [said for _, said in ends]
+    assert causes, [said for _, said in told]
+    assert set(causes) <= {"oom_killed", "maybe_oom_killed", "unknown", "out_of_memory", "process_exit"}, said
     isolated = (await cluster.state())[0].nodes[node_of(machine)].isolation.active
     assert not isolated
     record("all oom", told=watch.told(*ENDS), whole=whole_s, code=code, causes=causes, said=said)
