@@ -7,13 +7,10 @@ consumers and the coordinator notice nothing.
 
 Rules
 -----
-* What goes stands in the archive; what is younger than KEEP_LEAST_S stays, so that between the copy and the
-  limit nothing can go that was not copied.
+* What goes stands in the archive, and is read back first; what is younger than KEEP_LEAST_S stays, so that between the
+  copy and the limit nothing can go that was not copied.
 * The newest CoordinatorStarted stays: it is the token that fences appends. If it is too old, a coordinator must
   start first.
-* The heartbeats that prove a node's loss or return go into the archive before it (`heartbeat_evidence.py`). Their
-  stream forgets after BEAT_MAX_AGE_S, so an archive that is to hold them all is brought up to date more often than
-  that.
 * A limit that a crash left behind is marked in the stream's metadata, and taken away by the next start of a
   coordinator or of an archive.
 """
@@ -21,38 +18,26 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from datetime import UTC, datetime
+import shutil
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from unicrond.events.archive.archived_log import archived_batches, newest_archived, require_same
-from unicrond.events.log.event_log import LogDamaged, LogError
-from unicrond.events.log.heartbeat_evidence import NodeVerdict, NodeVerdicts, evidence, heartbeat_us_of, spans
-from unicrond.events.log.segment_writer import SegmentWriter
-from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT
-from unicrond.events.log.subjects import entry as message
+from unicrond.events.archive.follower import ArchiveFollower, ArchiveResult
+from unicrond.events.log.event_log import EventLog, LogDamaged, LogError
+from unicrond.events.log.segment_writer import LogBusy, SegmentWriter
+from unicrond.events.log.segments import SegmentBatch, read_segment, segment_paths
+from unicrond.events.log.subjects import EVENT_STREAM, TERM_SUBJECT
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
-from unicrond.events.nats.log_proof import LogProof
-from unicrond.events.nats.reader import read_stream
 from unicrond.events.nats.streams import NANOS, NO_MESSAGE_FOUND, TRIMMING, JetStreamError, api, end_trim
-from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 
-BATCH = 1000
 KEEP_LEAST_S = 3600.0
 _WAIT_S = 30.0
-
-
-class ArchiveResult(NamedTuple):
-    """The archive's contents after a run: entries 1 to `last_seq`, of which `copied` are new. `beats`: the heartbeats
-    that were kept with those."""
-
-    last_seq: int
-    copied: int
-    beats: int = 0
+_AGAIN_S = 0.5
 
 
 class CannotTrim(LogError):
@@ -64,31 +49,18 @@ class TermTooOld(CannotTrim):
 
 
 async def archive(connection: Connection, directory: Path) -> ArchiveResult:
-    """Copy what is new in the event stream into `directory`, and read it back. Raises LogError, OSError."""
-    log = NatsEventLog(connection, proof=LogProof(reader="this archive"))
-    writer = SegmentWriter(directory)
+    """Copy what is new in the event stream into `directory`, and read it back. Where another process follows the stream
+    with this archive, wait until it has done so. Raises LogError, OSError."""
+    last = await NatsEventLog(connection).last_seq()
+    results = [ArchiveResult(0, 0)]
     try:
-        writer.repair()
-        newest = newest_archived(directory)
-        if newest is not None:
-            await require_same(log, newest, directory)
-        begin = newest.seq if newest is not None else 0
-        last = await log.last_seq()
-        beat_count = 0
-        verdicts = NodeVerdicts(await _heartbeat_us(log))
-        batch: list[Entry] = []
-        async with aclosing(log.read(begin, until_seq=last)) as entries:
-            async for entry in entries:
-                batch.append(entry)
-                if len(batch) == BATCH or entry.seq == last:
-                    beats = await _evidence(connection, verdicts.among(batch))
-                    writer.write(batch, sync=False, beats=beats)
-                    beat_count += len(beats)
-                    batch = []
-    finally:
-        writer.close()
-    _read_back(directory, begin, last)
-    return ArchiveResult(last, last - begin, beat_count)
+        await ArchiveFollower(connection, directory, on_result=results.append).follow(last)
+    except LogBusy:
+        await _wait_for_writer(directory, last)
+        return ArchiveResult(last, 0)
+    count = sum(result.copied for result in results)
+    await asyncio.to_thread(_read_back, directory, last - count, last)
+    return ArchiveResult(last, count, sum(result.beats for result in results))
 
 
 async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_least_s: float = KEEP_LEAST_S) -> int:
@@ -112,6 +84,7 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
         raise TermTooOld(
             f"the coordinator's term began with entry {term_seq}, and must stay; restart the coordinator, or keep more"
         )
+    await asyncio.to_thread(_read_back, directory, before - 1, cut)
     await _set_limit(connection, info, int(keep_s * NANOS))
     try:
         async with asyncio.timeout(_WAIT_S):
@@ -125,6 +98,67 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
     return int(info["state"]["first_seq"]) - before
 
 
+async def adopt(log: EventLog, directory: Path, name: str) -> Path | None:
+    """Make the archive one of this log: what the log does not have goes into the directory `name` below
+    it. Return that; None where nothing had to go. Raises LogError, OSError."""
+    newest = await asyncio.to_thread(newest_archived, directory)
+    if newest is None:
+        return None
+    seq = min(newest.seq, await log.last_seq())
+    try:
+        for entry in await asyncio.to_thread(_archived, directory, seq):
+            await require_same(log, entry, directory)
+            if entry.seq == newest.seq:
+                return None
+    except LogDamaged:
+        seq = 0
+    aside = directory / name
+    await asyncio.to_thread(_set_aside, directory, seq, aside)
+    return aside
+
+
+def _archived(directory: Path, seq: int) -> list[Entry]:
+    """Return entry `seq` of the archive; none for 0."""
+    batches = archived_batches(directory, seq - 1) if seq else iter([])
+    return [entry for batch in batches for entry in batch if entry.seq == seq]
+
+
+def _set_aside(directory: Path, seq: int, aside: Path) -> None:
+    """Move the segments that hold entries after `seq` into `aside`, and write what they hold up to it again."""
+    writer = SegmentWriter(directory)  # nobody else writes meanwhile
+    try:
+        segments = segment_paths(directory)
+        ends = [*(int(segment.stem) - 1 for segment in segments[1:]), seq + 1]
+        moves = [segment for segment, end in zip(segments, ends, strict=True) if end > seq or not seq]
+        aside.mkdir(mode=0o700)
+        start = aside / "start"
+        copy = SegmentWriter(start)
+        try:
+            beats: list[RecordedEvent] = []
+            for batch in _batches_until(moves[0], seq):
+                beats += batch.beats
+                if entries := [entry for entry in batch.entries if entry.seq <= seq]:
+                    copy.write(entries, beats=beats)
+                    beats = []
+        finally:
+            copy.close()
+        for segment in moves:
+            segment.rename(aside / segment.name)
+        for segment in segment_paths(start):
+            segment.rename(directory / segment.name)
+        shutil.rmtree(start)
+    finally:
+        writer.close()
+
+
+def _batches_until(segment: Path, seq: int) -> Iterator[SegmentBatch]:
+    """Yield the batches that begin with `seq` or before."""
+    for batch in read_segment(segment) if int(segment.stem) <= seq else ():
+        if batch.entries and batch.entries[0].seq > seq:
+            return
+        yield batch
+
+
 async def clear_age_limit(connection: Connection) -> dict[str, Any]:
     """End a trim, our own or one that a crash left behind; return the stream's information."""
     info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
@@ -132,39 +166,6 @@ async def clear_age_limit(connection: Connection) -> dict[str, Any]:
         await end_trim(connection, EVENT_STREAM, info["config"])
         info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
     return info
-
-
-async def _heartbeat_us(log: NatsEventLog) -> int:
-    """Return the heartbeat interval of the newest term. An older term inside the part that is read states its own."""
-    newest = await log.newest_term()
-    started = newest.envelope.event if isinstance(newest, RecordedEvent) else None
-    return heartbeat_us_of(started) if isinstance(started, CoordinatorStarted) else 1_000_000
-
-
-async def _evidence(connection: Connection, verdicts: list[NodeVerdict]) -> list[RecordedEvent]:
-    """Return the heartbeats to keep for these verdicts, as far as the stream still has them."""
-    beats: list[RecordedEvent] = []
-    for from_us, to_us in spans(verdicts):
-        beats += [beat async for beat in _beats(connection, from_us, to_us)]
-    return evidence(verdicts, beats)
-
-
-async def _beats(connection: Connection, from_us: int, to_us: int) -> AsyncGenerator[RecordedEvent, None]:
-    """Yield the heartbeats that the heartbeat stream holds of that time, both ends included."""
-    state = (await api(connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
-    if not state["messages"] or datetime.fromisoformat(state["last_ts"]).timestamp() * 1e6 < from_us:
-        return
-    begin = datetime.fromtimestamp((from_us - 1000) / 1e6, UTC).isoformat()
-    start = {"deliver_policy": "by_start_time", "opt_start_time": begin}
-    async with aclosing(read_stream(connection, BEAT_STREAM, start=start)) as messages:
-        async for stored in messages:
-            if stored.recorded_at_us > to_us:
-                return
-            beat = message(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
-            if isinstance(beat, RecordedEvent) and stored.recorded_at_us >= from_us:
-                yield beat
-            if stored.seq >= state["last_seq"]:
-                return
 
 
 async def _set_limit(connection: Connection, info: dict[str, Any], age_ns: int) -> None:
@@ -199,11 +200,26 @@ async def _term_seq(connection: Connection) -> int:
     return int(reply["message"]["seq"])
 
 
+async def _wait_for_writer(directory: Path, last: int) -> None:
+    """Return once the archive, to which another process writes, holds entry `last`. Raises LogBusy, LogDamaged."""
+    for _ in range(int(_WAIT_S / _AGAIN_S)):
+        newest = await asyncio.to_thread(newest_archived, directory)
+        if last <= (newest.seq if newest is not None else 0):
+            return
+        await asyncio.sleep(_AGAIN_S)
+    raise LogBusy(f"{directory}: another process writes to this archive, and has not come to entry {last} yet")
+
+
 def _read_back(directory: Path, begin: int, last: int) -> None:
-    """Read what was just written; raise LogDamaged where it does not end with entry `last`."""
+    """Read the entries after `begin` up to `last`; raise LogDamaged where the archive lacks one."""
     seq = begin
     for batch in archived_batches(directory, begin):
         for entry in batch:
-            seq = max(seq, entry.seq)
+            if entry.seq > last:
+                return
+            if entry.seq > begin:
+                if entry.seq != seq + 1:
+                    raise LogDamaged(f"{directory}: entry {seq + 1} is missing")
+                seq = entry.seq
     if seq != last:
         raise LogDamaged(f"{directory}: ends with entry {seq} after entries up to {last} were written")

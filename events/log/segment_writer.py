@@ -2,7 +2,8 @@
 
 Rules
 -----
-* One writer per directory (a file lock); a second one gets a LogError at once.
+* One writer per directory (a file lock); a second one gets a LogError at once. Where locks do not hold (two machines on
+  one share), a file that has grown by another's hand gets nothing more.
 * An append is one frame and one fsync, done in the event loop's own thread (a fraction of a
   millisecond): so it cannot be cancelled half-way, and appends never overlap.
 * A torn tail is cut when the log is opened; nothing of it was ever acknowledged. A torn tail anywhere but
@@ -79,6 +80,8 @@ class SegmentWriter:
         if self._file is None or self._size_bytes + len(frame) > self._segment_bytes:
             self._begin(entries[0].seq)
         assert self._file is not None, "begun"
+        if os.fstat(self._file).st_size != self._size_bytes:
+            raise LogBusy(f"{self._directory}: another process has written to this log; nothing more is written here")
         try:
             _write_all(self._file, frame)
             if sync:
@@ -90,13 +93,17 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Make everything durable, and release the directory."""
-        if self._file is not None:
-            os.fsync(self._file)
-            os.close(self._file)
-            self._file = None
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+        finally:
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     def _begin(self, first_seq: int) -> None:
         """Begin a segment whose first entry is `first_seq`."""

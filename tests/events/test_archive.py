@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from unicrond.events import vocabulary as v
 from unicrond.events.archive import archive as module
-from unicrond.events.archive.archive import CannotTrim, archive, trim
-from unicrond.events.archive.archived_log import ArchivedLog
-from unicrond.events.log.event_log import EventLog, LogDamaged
-from unicrond.events.log.segments import segment_name
+from unicrond.events.archive import follower as follower_module
+from unicrond.events.archive.archive import CannotTrim, adopt, archive, trim
+from unicrond.events.archive.archived_log import ArchivedLog, archived_batches, archived_beats, newest_archived
+from unicrond.events.archive.follower import ArchiveFollower, ArchiveResult
+from unicrond.events.log.event_log import EventLog, LogDamaged, LogError
+from unicrond.events.log.segment_writer import LogBusy, SegmentWriter
+from unicrond.events.log.segments import batch_frame, read_entries, segment_name, segment_paths
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection
-from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.streams import NANOS, TRIMMING, JetStreamError, api, create_streams, event_stream_config
 from unicrond.events.wire.envelope import Entry, Envelope
 
@@ -172,3 +177,125 @@ async def test_truncated_archive_is_continued(nats_connection: Connection, tmp_p
 async def test_missing_archive_leaves_plain_log(nats_connection: Connection, tmp_path: Path) -> None:
     log, before = await filled(nats_connection)
     assert await entries(ArchivedLog(log, tmp_path / "none")) == before
+
+
+async def follows(follower: ArchiveFollower, results: list[ArchiveResult], last_seq: int) -> asyncio.Task[None]:
+    """A follower that has archived up to `last_seq`."""
+    task = asyncio.create_task(follower.follow())
+    async with asyncio.timeout(20):
+        while not task.done() and (not results or results[-1].last_seq < last_seq):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return task
+
+
+async def test_deleted_log_ends_following_once_all_that_was_read_is_written(
+    nats_connection: Connection, tmp_path: Path
+) -> None:
+    """The delay is longer than the test: only the end of the log has the last entries written."""
+    log, _ = await filled(nats_connection)
+    await archive(nats_connection, tmp_path)
+    results: list[ArchiveResult] = []
+    follower = ArchiveFollower(nats_connection, tmp_path, 3600.0, results.append)
+    task = await follows(follower, results, 40)
+    await log.append([said(100), said(101)])
+    async with asyncio.timeout(20):
+        while follower.read_seq < 42:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert results[-1].last_seq == 40
+    await api(nats_connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+    with pytest.raises(LogError, match="NATS has no event log"):
+        await asyncio.wait_for(task, 20)
+    assert results[-1] == (42, 2, 0)
+    SegmentWriter(tmp_path).close()  # the lock is free
+
+
+async def test_follower_that_is_stopped_has_written_what_it_read(nats_connection: Connection, tmp_path: Path) -> None:
+    await filled(nats_connection)
+    results: list[ArchiveResult] = []
+    follower = ArchiveFollower(nats_connection, tmp_path, 3600.0, results.append)
+    task = asyncio.create_task(follower.follow())
+    async with asyncio.timeout(20):
+        while follower.read_seq < 40:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    follower.stop()
+    await asyncio.wait_for(task, 20)
+    newest = newest_archived(tmp_path)
+    assert results[-1].last_seq == 40 and newest is not None and newest.seq == 40
+
+
+async def test_entries_wait_for_no_heartbeats(
+    nats_connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where NATS does not give the beats of a loss, the entry goes into the archive, and the beats come with a later
+    one."""
+    log, _ = await filled(nats_connection)
+    sign = v.Heartbeat(node="n2", agent_boot=1, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
+    beat = Envelope(producer="n2", boot=1, number=1, observed_at_us=1, event=sign)
+    await NatsBeatLog(nats_connection).publish(beat)
+    results: list[ArchiveResult] = []
+    monkeypatch.setattr(follower_module, "_EVIDENCE_S", 0.0)
+    follower = ArchiveFollower(nats_connection, tmp_path, 0.0, results.append)
+    task = await follows(follower, results, 40)
+    event = v.NodeLost(node="n2", reason="", evidence=v.Evidence(beat_seq=1, beat_at_us=1))
+    fence = await log.claim_term(term(3))
+    lost = Envelope(producer="coordinator", boot=3, number=2, term=3, observed_at_us=1, event=event)
+    await log.append([lost], fence=fence)
+    async with asyncio.timeout(20):
+        while results[-1].last_seq < 42:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert sum(result.beats for result in results) == 0
+    monkeypatch.setattr(follower_module, "_EVIDENCE_S", 10.0)
+    await log.append([said(100)])
+    async with asyncio.timeout(20):
+        while results[-1].last_seq < 43:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    follower.stop()
+    await task
+    assert [beat.envelope.producer for batch in archived_beats(tmp_path) for beat in batch] == ["n2"]
+
+
+async def test_two_writers_without_locks_do_not_mix(nats_connection: Connection, tmp_path: Path) -> None:
+    """Locks do not hold: who finds that the file has grown by another's hand writes nothing more."""
+    log, before = await filled(nats_connection)
+    results: list[ArchiveResult] = []
+    task = await follows(ArchiveFollower(nats_connection, tmp_path, 0.0, results.append), results, 40)
+    (segment,) = segment_paths(tmp_path)
+    with segment.open("ab") as file:
+        file.write(batch_frame([replace(before[-1], seq=41)]))
+    await log.append([said(100)])
+    with pytest.raises(LogBusy, match="another process has written"):
+        await asyncio.wait_for(task, 20)
+    assert [e.seq for batch in archived_batches(tmp_path) for e in batch] == list(range(1, 42))
+
+
+class ListedLog:
+    """A log of these entries, as far as it is compared with an archive."""
+
+    def __init__(self, listed: list[Entry]) -> None:
+        self.listed = listed
+
+    async def last_seq(self) -> int:
+        return len(self.listed)
+
+    async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        for entry in self.listed[after_seq:until_seq]:
+            yield entry
+
+
+@pytest.mark.parametrize(("count", "segment_bytes"), [(0, 10**6), (7, 10**6), (22, 2000), (39, 2000)])
+async def test_archive_becomes_one_of_log_that_a_person_takes(
+    nats_connection: Connection, tmp_path: Path, count: int, segment_bytes: int
+) -> None:
+    """The log ends after `count` entries, or is another one: what it has stays, and the rest is set aside."""
+    nats_log, before = await filled(nats_connection)
+    writer = SegmentWriter(tmp_path, segment_bytes=segment_bytes)
+    for entry in before:
+        writer.write([entry])
+    writer.close()
+    assert await adopt(nats_log, tmp_path, "aside") is None, "it is this log's"
+    log = ListedLog(before[:count] or [replace(entry, recorded_at_us=1) for entry in before[:3]])
+    assert await adopt(log, tmp_path, "aside") == tmp_path / "aside"
+    assert [e for batch in archived_batches(tmp_path) for e in batch] == before[:count]
+    aside = [entry.seq for entry in read_entries(tmp_path / "aside")]
+    assert aside[0] <= count + 1 and aside[-1] == 40
+    assert await adopt(log, tmp_path, "again") is None

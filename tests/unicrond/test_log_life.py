@@ -1,9 +1,11 @@
-"""The timer that archives and trims: when it does what, what it counts, and what a person is told."""
+"""The log is archived and trimmed beside the head: when what is done, what is counted, and what a person is told."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ from msgspec.structs import replace
 
 from tests.replay.logs import fill, troubled
 from unicrond.events.archive.archive import archive
+from unicrond.events.archive.archived_log import newest_archived
+from unicrond.events.log.segment_writer import SegmentWriter
+from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams
 from unicrond.intake.config import Config, LogConfig, NatsConfig
-from unicrond.service.event_log.archive_command import ArchiveOutcome, ArchiveRequest
-from unicrond.service.event_log.retention import LogLife, archive_apart
-from unicrond.service.event_log.statistics import GIB, AppendTimes, Figures, LogVolume, Stream, alarms
+from unicrond.service.event_log.archive_command import STOP_S, ArchiveOutcome, TrimOrder
+from unicrond.service.event_log.retention import LogLife, follow_apart
+from unicrond.service.event_log.statistics import GIB, AppendTimes, ArchiveLag, Figures, LogVolume, Stream, alarms
 
 DAY_S = 86_400.0
 
@@ -43,72 +49,134 @@ def info(oldest_d: float) -> dict[str, Any]:
     }
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+
+class Archiver:
+    """Stands for the process that archives."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.outcomes: asyncio.Queue[ArchiveOutcome | Exception] = asyncio.Queue()
+        self.count = 0
+
+    async def follow(self, config: Config, trims: asyncio.Queue[TrimOrder]) -> AsyncGenerator[ArchiveOutcome, None]:
+        self.count += 1
+        self.ended.clear()
+        self.begun.set()
+        try:
+            while True:
+                outcome = await self.outcomes.get()
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield outcome
+        finally:
+            self.begun.clear()
+            self.ended.set()
+
+
 def life(
-    config: Config, outcomes: list[ArchiveOutcome], oldest_d: float = 3, leader: Leader | None = None
-) -> tuple[LogLife, list[ArchiveRequest], Leader]:
-    asked: list[ArchiveRequest] = []
-    leader = leader or Leader()
-
-    async def work(what: ArchiveRequest) -> ArchiveOutcome:
-        asked.append(what)
-        return outcomes[min(len(asked), len(outcomes)) - 1]
-
-    found = LogLife(config, leader, lambda: info(oldest_d), AppendTimes(lambda: 0.0), lambda: 0.0, work)
-    return found, asked, leader
+    config: Config,
+    oldest_d: float = 3,
+    *,
+    leads: bool = True,
+    folded_seq: int = 15,
+    clock: Clock | None = None,
+    archiver: Archiver | None = None,
+) -> tuple[LogLife, Leader]:
+    leader, clock, archiver = Leader(leads=leads), clock or Clock(), archiver or Archiver()
+    times, now_s = AppendTimes(lambda: 0.0), lambda: clock.now_s
+    return LogLife(config, leader, lambda: info(oldest_d), lambda: folded_seq, times, now_s, archiver.follow), leader
 
 
 def keeping(days: float, **more: Any) -> Config:
     return Config(log=LogConfig(keep_d=days, **more))
 
 
-async def test_archiver_trims_only_old_enough_entries() -> None:
-    for oldest_d, keep_s in ((3, None), (10, None), (12, 10 * DAY_S)):
-        one, asked, _ = life(keeping(10), [ArchiveOutcome(last_seq=15, copied=2, beats=3, removed=4)], oldest_d)
-        await one.archive_once()
-        assert [what.keep_s for what in asked] == [keep_s]
-    figures = one.figures
-    assert (figures.archived_seq, figures.archived_beats, figures.removed, figures.failures) == (15, 3, 4, 0)
+def test_trim_is_ordered_only_for_old_enough_entries() -> None:
+    for oldest_d, order in ((3, None), (10, None), (12, TrimOrder(10 * DAY_S))):
+        assert life(keeping(10), oldest_d)[0].trim_order() == order
 
 
-async def test_archiver_renews_old_term_without_alarm() -> None:
-    too_old = ArchiveOutcome(last_seq=15, trim_error="the coordinator's term began with entry 3", term_too_old=True)
-    one, asked, leader = life(keeping(10), [too_old, ArchiveOutcome(last_seq=16, removed=9)], 12)
-    await one.archive_once()
-    assert leader.renewed == 1 and one.alarms() == []
-    await one.archive_once()
-    assert leader.renewed == 1 and one.figures.removed == 9 and len(asked) == 2
+def test_outcomes_are_counted_and_failed_trim_is_alarm() -> None:
+    log_life, leader = life(keeping(10))
+    log_life.take(ArchiveOutcome(last_seq=14, copied=14, beats=3))
+    log_life.take(ArchiveOutcome(last_seq=15, copied=1, beats=1))
+    log_life.take(ArchiveOutcome(is_trim=True, removed=4))
+    figures = log_life.figures
+    assert (figures.archived_seq, figures.archived_beats, figures.removed, figures.failures) == (15, 4, 4, 0)
+    log_life.take(ArchiveOutcome(is_trim=True, trim_error="no"))
+    assert log_life.alarms() == ["older entries are not removed from NATS: no"] and figures.failures == 1
+    too_old = ArchiveOutcome(is_trim=True, trim_error="the term began with entry 3", term_too_old=True)
+    log_life.take(too_old)
+    assert leader.renewed == 1 and log_life.alarms() == []
 
 
-async def test_archiver_failure_raises_alarm_until_success() -> None:
-    one, _, _ = life(
-        keeping(10),
-        [ArchiveOutcome(error="no server"), ArchiveOutcome(last_seq=1, trim_error="no"), ArchiveOutcome(1)],
-        12,
-    )
-    await one.archive_once()
-    assert one.alarms() == ["the log is not archived: no server"]
-    await one.archive_once()
-    assert one.alarms() == ["older entries are not removed from NATS: no"]
-    await one.archive_once()
-    assert one.alarms() == [] and one.figures.failures == 2
+def test_archive_is_behind_once_first_entry_has_waited_long() -> None:
+    clock = Clock()
+    log_life, _ = life(keeping(10), clock=clock)
+    log_life.take(ArchiveOutcome(last_seq=13, copied=13))
+    clock.now_s += 9
+    log_life.take(ArchiveOutcome(error="no room"))
+    assert log_life.alarms() == []
+    clock.now_s += 2
+    (line,) = log_life.alarms()
+    assert line == "the archive is behind: it lacks entries 14 to 15, the first for 11 s: no room"
+    assert line.key == "archive-behind"
+    assert log_life.archive() == {"seq": 13, "behind_entries": 2, "behind_s": 11.0}
+    log_life.take(ArchiveOutcome(last_seq=15, copied=2))
+    assert log_life.alarms() == [] and log_life.archive() == {"seq": 15, "behind_entries": 0, "behind_s": 0.0}
 
 
-async def test_standby_head_archives_nothing() -> None:
-    leader = Leader(leads=False)
-    one, asked, _ = life(keeping(10, archive_every_s=0.01), [ArchiveOutcome(last_seq=1)], leader=leader)
-    running = asyncio.create_task(one.run())
-    await asyncio.sleep(0.1)
-    assert not asked
-    leader.live.set()
-    await asyncio.sleep(0.2)
-    assert len(asked) > 1
-    leader.live.clear()
-    await asyncio.sleep(0.05)
-    before = len(asked)
-    await asyncio.sleep(0.1)
-    assert len(asked) == before
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+def test_lag_is_that_of_first_entry_however_long_archive_is_behind() -> None:
+    lag = ArchiveLag()
+    for number in range(3000):
+        lag.look(number + 1, 0, float(number))
+    assert lag.seconds(3000.0) == 3000.0
+    lag.look(3000, 999, 3000.0)
+    assert lag.seconds(3000.0) <= 3000.0 - 998.0
+    lag.look(3000, 3000, 3000.0)
+    assert lag.seconds(3001.0) == 0.0
+
+
+async def test_only_head_that_leads_archives() -> None:
+    archiver = Archiver()
+    log_life, leader = life(keeping(10), leads=False, archiver=archiver)
+    running = asyncio.create_task(log_life.run())
+    try:
+        await asyncio.sleep(0)
+        assert not archiver.count and log_life.archive() == {}
+        leader.live.set()
+        async with asyncio.timeout(10):
+            await archiver.begun.wait()
+            leader.live.clear()
+            await archiver.ended.wait()
+            leader.live.set()
+            await archiver.begun.wait()
+        assert archiver.count == 2
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert archiver.ended.is_set()
+
+
+async def test_archiver_that_fails_is_begun_again() -> None:
+    archiver = Archiver()
+    log_life, _ = life(keeping(10), archiver=archiver)
+    running = asyncio.create_task(log_life.run())
+    try:
+        async with asyncio.timeout(10):
+            await archiver.begun.wait()
+            archiver.outcomes.put_nowait(OSError(24, "Too many open files"))
+            await archiver.ended.wait()
+            await archiver.begun.wait()
+        assert not running.done() and log_life.figures.failure == "[Errno 24] Too many open files"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def test_retention_follows_configuration() -> None:
@@ -118,7 +186,7 @@ def test_retention_follows_configuration() -> None:
     assert Config(nats=elsewhere).keep_s is None  # each head has an archive of its own
     assert Config(nats=elsewhere, log=LogConfig(archive_dir="/shared")).keep_s == 30 * DAY_S
     assert Config(nats=elsewhere, log=LogConfig(keep_d=7)).keep_s == 7 * DAY_S
-    assert Config(log=LogConfig(archive_every_s=0)).keep_s is None
+    assert Config(log=LogConfig(archive_lag_s=0)).keep_s is None
 
 
 FINE = Figures(
@@ -136,7 +204,7 @@ FINE = Figures(
         ({"disks": (LogVolume("archive", "/x", 5 * GIB, 100 * GIB),)}, "the volume of /x has 5.0 GiB free of 100.0"),
         ({"disks": (LogVolume("archive", "/x", 50 * GIB, 1000 * GIB),)}, ""),
         ({"append_s": 0.7}, "appends to the log take 0.70 s, more than log.alarm_append_s"),
-        ({"archived_s": 901.0}, "the log is not archived: no success for 901 s"),
+        ({"behind_s": 10.0}, ""),
     ],
 )
 def test_archive_alarm_matches_condition(change: dict[str, Any], line: str) -> None:
@@ -172,14 +240,48 @@ def where(tmp_path: Path) -> Callable[..., Config]:
     return made
 
 
-async def test_archive_process_archives_and_reports_failure(
+async def test_archive_process_follows_log_until_head_ends_it(
     nats_server: EmbeddedServer, nats_connection: Connection, where: Callable[..., Config]
 ) -> None:
     config = where(nats_server)
+    log = NatsEventLog(nats_connection)
     cluster = troubled(1)
-    await fill(NatsEventLog(nats_connection), cluster.log)
+    await fill(log, cluster.log)
     count = len(cluster.log)
-    assert await archive_apart(ArchiveRequest(config, None)) == ArchiveOutcome(last_seq=count, copied=count)
-    assert (await archive(nats_connection, config.archive)).copied == 0
-    failed = await archive_apart(ArchiveRequest(replace(config, nats=NatsConfig()), 7200.0))
-    assert failed.last_seq == 0 and "no nats-server runs there" in failed.error
+    trims: asyncio.Queue[TrimOrder] = asyncio.Queue()
+    async with asyncio.timeout(60), aclosing(follow_apart(config, trims)) as outcomes:
+        assert await anext(outcomes) == ArchiveOutcome(0)
+        assert await anext(outcomes) == ArchiveOutcome(last_seq=count, copied=count)
+        assert (await archive(nats_connection, config.archive)) == (count, 0, 0), "it waits for who follows"
+        await log.append([replace(cluster.log[-1].envelope, number=10_000)])
+        assert await anext(outcomes) == ArchiveOutcome(last_seq=count + 1, copied=1)
+        trims.put_nowait(TrimOrder(7200.0))
+        assert await anext(outcomes) == ArchiveOutcome(is_trim=True)
+        await log.append([replace(cluster.log[-1].envelope, number=10_001)])
+        async with aclosing(log.read(count + 1)) as entries:
+            await anext(entries)
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < STOP_S
+    newest = newest_archived(config.archive)
+    assert newest is not None and newest.seq in (count + 1, count + 2)
+    assert (await archive(nats_connection, config.archive)).last_seq == count + 2, "the lock is free"
+
+
+async def test_archive_process_reports_failure_and_goes_on(
+    nats_server: EmbeddedServer, nats_connection: Connection, where: Callable[..., Config]
+) -> None:
+    config = where(nats_server)
+    without = replace(config, nats=NatsConfig())
+    async with asyncio.timeout(60), aclosing(follow_apart(without, asyncio.Queue())) as outcomes:
+        for _ in range(2):
+            assert "no nats-server runs there" in (await anext(outcomes)).error
+    async with asyncio.timeout(60), aclosing(follow_apart(config, asyncio.Queue())) as outcomes:
+        assert (await anext(outcomes)).error == ""
+        await api(nats_connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+        while "stream not found" not in (await anext(outcomes)).error:
+            pass
+        SegmentWriter(config.archive).close()  # the lock is free for who restores the log
+        await create_streams(nats_connection)
+        await fill(NatsEventLog(nats_connection), troubled(1).log[:3])
+        while (await anext(outcomes)).last_seq != 3:
+            pass

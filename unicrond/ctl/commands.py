@@ -72,6 +72,7 @@ def status(options: argparse.Namespace) -> None:
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         **{f"ALARM {number}": alarm_line(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
         **{f"weaker {number}": str(line) for number, line in enumerate(health.get("weaker") or (), start=1)},
+        **_archive(health),
         **({"mode": modes} if (modes := mode_text(state)) else {}),
         "plan": f"epoch {state.plan.epoch}, {workers} workers, "
         f"WAF {achieved} achieved, {planned} planned, {healthy} in health",
@@ -98,6 +99,15 @@ def status(options: argparse.Namespace) -> None:
     if any(link.is_poor for link in state.links.values()):
         print()
         show(links_table(state))
+
+
+def _archive(health: dict[str, Any]) -> dict[str, str]:
+    """Return the line of the archive; none where this head does not archive."""
+    if not (archive := health.get("archive")):
+        return {}
+    lacks = archive["behind_entries"]
+    behind = f"; {lacks} entries behind, for {archive['behind_s']:.1f} s" if lacks else ""
+    return {"archive": f"entries up to {archive['seq']}{behind}"}
 
 
 def _heads(health: dict[str, Any]) -> dict[str, str]:

@@ -87,12 +87,12 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The log's life. `archive_every_s`: how often it is copied to `archive_dir` ("": <state_dir>/archive); 0: never.
+    """The log's life. `archive_lag_s`: how far the archive is behind; 0: none. `archive_dir`: "": <state_dir>/archive.
     `keep_d`: days that stay in NATS; None: 30 where the server is embedded or `archive_dir` is set, else all.
     Alarms: `alarm_gib` of the stream, `alarm_free` of a volume as a share of it, `alarm_append_s` of the usual append.
     """
 
-    archive_every_s: Annotated[float, Meta(ge=0.0, le=480.0)] = 300.0
+    archive_lag_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
     archive_dir: str = ""
     keep_d: Annotated[float, Meta(ge=1.0, le=36_500.0)] | None = None
     alarm_gib: Annotated[float, Meta(gt=0.0)] = 16.0
@@ -198,9 +198,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def keep_s(self) -> float | None:
-        """Return how much of the log the timer leaves in NATS, in seconds; None: all. Heads on several machines have
+        """Return how much of the log the head leaves in NATS, in seconds; None: all. Heads on several machines have
         one archive only where `log.archive_dir` names it."""
-        if not self.log.archive_every_s:
+        if not self.log.archive_lag_s:
             return None
         if self.log.keep_d is None:
             return None if self.nats.url and not self.log.archive_dir else KEEP_D * 86_400.0

@@ -31,6 +31,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {
         "api-crowded": "connections of the API were closed, since there were too many",
         "appends-slow": "appends to the log take long",
+        "archive-behind": "the archive lacks entries of the log",
         "auth-off": "the configuration lets every process of the head's machine do everything",
         "certificate-ends": "the head's certificate ends soon, or has ended",
         "certificate-unused": "new certificates cannot be used",
@@ -41,7 +42,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "job-failed": "a job beside the head fails, and is begun again",
         "log-large": "the log in NATS is larger than log.alarm_gib",
         "log-truncated": "nodes have read entries that the log does not hold",
-        "log-unarchived": "the log is not copied to the archive",
         "log-untrimmed": "old entries are not removed from NATS",
         "logins-stale": "NATS does not know the newest logins",
         "logins-shared": "NATS accepts a login that may do everything",

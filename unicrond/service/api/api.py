@@ -254,6 +254,7 @@ class Api:
         state, alarms = coordinator.state, self._alarms.of_head()
         body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
         body |= {"outbox_backlog": self._outbox_backlog(), "leads": self._process.leads, "heads": self._process.heads}
+        body["archive"] = self._process.archive()
         return {**body, "weaker": self._process.weaker(), "mode": state.mode}
 
     def _outbox_backlog(self) -> dict[str, dict[str, float]]:

@@ -25,11 +25,12 @@ class Leadership(Protocol):
 class ProcessStatus(NamedTuple):
     """The process around a coordinator. `trouble`: why the log takes nothing at this moment; empty where it takes
     appends. `head`: knows which head leads; None: this one, alone. `weaker`: the promises of the log that do not hold
-    here, a line each."""
+    here, a line each. `archive`: where the archive is (LogLife.archive)."""
 
     trouble: Callable[[], str] = str
     head: Leadership | None = None
     weaker: Callable[[], list[str]] = list
+    archive: Callable[[], dict[str, Any]] = dict
 
     @property
     def leads(self) -> bool:

@@ -36,7 +36,7 @@ import msgspec
 
 from unicrond import VERSION
 from unicrond.events.log.event_log import LogDamaged, LogError
-from unicrond.events.log.segment_writer import LOCK, LogBusy
+from unicrond.events.log.segment_writer import LOCK
 from unicrond.events.log.segments import cut_torn_tail, read_entries, segment_paths
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, Login, connect
@@ -45,13 +45,13 @@ from unicrond.events.nats.streams import STREAM_EXISTS_WITH_OTHER_CONFIG, JetStr
 from unicrond.events.trust.logins import Role
 from unicrond.intake.config import Config, login_as
 from unicrond.service.coordinator.other_processes import sole_user
-from unicrond.service.event_log.archive_command import CONNECT_TIMEOUT_S, ArchiveOutcome, ArchiveRequest, work
+from unicrond.service.event_log import archive_command
+from unicrond.service.event_log.archive_command import CONNECT_TIMEOUT_S
 from unicrond.service.event_log.known_event_log import FILE, KnownLog
 
 MANIFEST = "backup.json"
 #: Left out of state_dir: the log itself, what is copied elsewhere, and locks and caches.
 _NOT_STATE = {"nats", "archive", "checkpoints", "unicrond.lock", FILE}
-BUSY_ATTEMPTS = 60
 
 
 class BackupManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +82,7 @@ def back_up(config: Config, config_path: Path | None, to: Path) -> Backup:
     """Write a backup of the running head. Raises LogError, OSError."""
     if to.exists():
         raise LogError(f"{to}: is there already; name a new directory")
-    outcome = asyncio.run(_update_archive(config))
+    report = asyncio.run(archive_command.run(config))
     part = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent))
     try:
         for source, target in _sources(config, config_path):
@@ -90,8 +90,8 @@ def back_up(config: Config, config_path: Path | None, to: Path) -> Backup:
             shutil.copyfile(source, part / target)
             (part / target).chmod(0o600)
         for segment in segment_paths(part / "archive")[-1:]:
-            cut_torn_tail(segment)  # the timer may be writing
-        last_seq = _read_through(part / "archive", outcome.last_seq)
+            cut_torn_tail(segment)  # the head may be writing
+        last_seq = _read_through(part / "archive", report.last_seq)
         files = {str(path.relative_to(part)): _digest(path) for path in _files(part)}
         manifest = BackupManifest(VERSION, int(time.time()), last_seq, files)
         (part / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
@@ -101,19 +101,6 @@ def back_up(config: Config, config_path: Path | None, to: Path) -> Backup:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return Backup(str(to), last_seq, len(files))
-
-
-async def _update_archive(config: Config) -> ArchiveOutcome:
-    """Bring the archive up to date. Waits while the coordinator's timer does the same."""
-    attempts = 0
-    while True:
-        try:
-            return await work(ArchiveRequest(config, None))
-        except LogBusy:
-            attempts += 1
-            if attempts == BUSY_ATTEMPTS:
-                raise
-        await asyncio.sleep(1.0)
 
 
 def _sources(config: Config, config_path: Path | None) -> Iterator[tuple[Path, str]]:

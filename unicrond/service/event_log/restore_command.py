@@ -5,6 +5,7 @@ Rules
 * It runs beside the head, or without one. An embedded server gets the stream's files, and is started anew for them, by
   the head if one runs.
 * An archive from elsewhere becomes the head's once NATS has proved to hold no log: a refusal leaves nothing behind.
+* Nobody else writes to the archive meanwhile, and what a head that runs had read stands in it before.
 * It makes the stream where there is none, or an empty one, and says what the archive lacks of what this head has
   folded.
 * Nothing is ordered by it: a log that is whole is the same log. One that lacks entries takes a person's word
@@ -19,12 +20,14 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
 from unicrond.events.archive import restoration
 from unicrond.events.log.event_log import LogError
+from unicrond.events.log.segment_writer import LogBusy, SegmentWriter
 from unicrond.events.log.segments import segment_paths
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, Login, connect
@@ -70,28 +73,51 @@ async def run(
     """Restore the log from `source`, None: the archive of the configuration; `is_dry`: only say what would be done.
     Raises LogError, OSError."""
     directory = _archive(config, source)
-    contents = restoration.survey(directory, config.keep_s)
-    identity = KnownLog(Path(config.state_dir)).read()
-    folded_seq = identity.mark.seq if identity is not None and identity.mark is not None else 0
-    gap = max(0, folded_seq - contents.last_seq)
-    result = RestoredLog(str(directory), contents.first_seq, contents.last_seq, gap, is_dry=is_dry)
     work = _on_our_server if not config.nats.url else _on_servers
-    remark = await work(config, directory, contents, is_dry, progress)
-    return result._replace(remark=remark)
+    await work(config, directory, None, progress)
+    async with contextlib.AsyncExitStack() as stack:
+        if not is_dry and directory == config.archive:
+            await stack.enter_async_context(_sole_writer(directory))
+        contents = restoration.survey(directory, config.keep_s)
+        identity = KnownLog(Path(config.state_dir)).read()
+        folded_seq = identity.mark.seq if identity is not None and identity.mark is not None else 0
+        gap = max(0, folded_seq - contents.last_seq)
+        result = RestoredLog(str(directory), contents.first_seq, contents.last_seq, gap, is_dry=is_dry)
+        return result if is_dry else result._replace(remark=await work(config, directory, contents, progress))
+
+
+@contextlib.asynccontextmanager
+async def _sole_writer(directory: Path) -> AsyncIterator[None]:
+    """Keep others from writing to the archive. A head that runs lets it go once it sees that its log is gone, and has
+    written what it had read. Raises LogBusy."""
+    end_s = time.monotonic() + _UP_S
+    while True:
+        try:
+            writer = SegmentWriter(directory)
+        except LogBusy:
+            if time.monotonic() > end_s:
+                raise
+            await asyncio.sleep(0.1)
+        else:
+            break
+    try:
+        yield
+    finally:
+        writer.close()
 
 
 async def _on_servers(
     config: Config,
     directory: Path,
-    contents: restoration.ArchiveSurvey,
-    is_dry: bool,
+    contents: restoration.ArchiveSurvey | None,
     progress: restoration.Progress,
 ) -> str:
-    """Restore the log on servers of one's own; return what this head would say of it."""
+    """Restore the log on servers of one's own; return what this head would say of it. Without `contents`: only look
+    whether that may be done."""
     logins = _logins(config)
     async with _connected(config.nats.url, logins[0]) as target, _connected(config.nats.url, logins[1]) as operator:
         await restoration.require_none(target)
-        if is_dry:
+        if contents is None:
             return ""
         directory = _adopt(config, directory)
         with tempfile.TemporaryDirectory(prefix="unicrond-restore-") as scratch:
@@ -111,11 +137,11 @@ async def _on_servers(
 async def _on_our_server(
     config: Config,
     directory: Path,
-    contents: restoration.ArchiveSurvey,
-    is_dry: bool,
+    contents: restoration.ArchiveSurvey | None,
     progress: restoration.Progress,
 ) -> str:
-    """Restore the log on the embedded server, which starts anew; return what this head would say of it."""
+    """Restore the log on the embedded server, which starts anew; return what this head would say of it. Without
+    `contents`: only look whether that may be done."""
     state_dir = Path(config.state_dir)
     home = state_dir / "nats"
     login = Login(user="unicrond-restore", password=secrets.token_urlsafe(24))  # while no head runs
@@ -131,7 +157,7 @@ async def _on_our_server(
             await _up(server, has_head)
             async with _connected(server.url, login) as target:
                 is_empty = await restoration.require_none(target)
-            if is_dry:
+            if contents is None:
                 return ""
             directory = _adopt(config, directory)
             home.mkdir(parents=True, exist_ok=True, mode=0o700)

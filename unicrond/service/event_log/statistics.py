@@ -23,8 +23,10 @@ GIB = 2**30
 DAY_S = 86_400.0
 #: With so much room there is no alarm, however large the volume.
 FREE_ENOUGH_BYTES = 10 * GIB
-#: The archive is behind once this many intervals have passed without a success.
-BEHIND_INTERVALS = 3
+#: The archive is behind once an entry has waited for it so many times longer than it should.
+BEHIND_LAGS = 5
+#: So many moments are remembered while the archive is behind.
+_MARKS_MAX = 1000
 
 
 class LogVolume(NamedTuple):
@@ -46,13 +48,15 @@ class Stream(NamedTuple):
 
 
 class Figures(msgspec.Struct):
-    """All that is known of the log. `archived_s`: since the archive was brought up to date, or since the coordinator
-    began to lead. `failure`, `trim_failure`: of the last attempt, in one line; "" where it succeeded."""
+    """All that is known of the log. `behind_entries`: those that the archive lacks of what was folded; `behind_s`: how
+    long the first of them has waited. `failure`, `trim_failure`: of the last attempt, in one line; "" where it
+    succeeded."""
 
     stream: Stream | None = None
     disks: Sequence[LogVolume] = ()
     archived_seq: int = 0
-    archived_s: float = 0.0
+    behind_entries: int = 0
+    behind_s: float = 0.0
     archived_beats: int = 0
     removed: int = 0
     failures: int = 0
@@ -79,10 +83,13 @@ def alarms(figures: Figures, config: LogConfig, keep_s: float | None) -> list[Al
     """Return what a person has to look at. `keep_s`: what the timer trims to; None: it does not trim."""
     lines: list[Alarm] = []
     stream = figures.stream
-    if figures.failure:
-        lines.append(Alarm("log-unarchived", f"the log is not archived: {figures.failure}"))
-    elif config.archive_every_s and figures.archived_s > BEHIND_INTERVALS * config.archive_every_s:
-        lines.append(Alarm("log-unarchived", f"the log is not archived: no success for {figures.archived_s:.0f} s"))
+    if config.archive_lag_s and figures.behind_s > BEHIND_LAGS * config.archive_lag_s:
+        begin = figures.archived_seq + 1
+        text = (
+            f"the archive is behind: it lacks entries {begin} to {begin + figures.behind_entries - 1}, the first for "
+            f"{figures.behind_s:.0f} s"
+        )
+        lines.append(Alarm("archive-behind", f"{text}: {figures.failure}" if figures.failure else text))
     if stream is not None and stream.size_bytes > config.alarm_gib * GIB:
         size = f"{stream.size_bytes / GIB:.1f} GiB"
         text = f"the log holds {size} in NATS, more than log.alarm_gib ({config.alarm_gib:g})"
@@ -115,8 +122,10 @@ def metrics(figures: Figures) -> Iterator[Metric]:
         yield GaugeMetricFamily("unicron_log_entries", "Entries of the event stream in NATS", stream.entries)
         yield GaugeMetricFamily("unicron_log_oldest_seconds", "Age of the oldest of them", stream.oldest_s)
     yield GaugeMetricFamily("unicron_log_archived_sequence", "Last entry in the archive", figures.archived_seq)
-    text = "Time since the archive was brought up to date"
-    yield GaugeMetricFamily("unicron_log_archived_seconds", text, figures.archived_s)
+    text = "Entries that were folded and are not in the archive"
+    yield GaugeMetricFamily("unicron_log_archive_behind_entries", text, figures.behind_entries)
+    text = "How long the first of them has waited"
+    yield GaugeMetricFamily("unicron_log_archive_behind_seconds", text, figures.behind_s)
     text = "Heartbeats kept in the archive as evidence"
     yield CounterMetricFamily("unicron_log_archived_beats", text, figures.archived_beats)
     yield CounterMetricFamily("unicron_log_removed", "Archived entries removed from NATS", figures.removed)
@@ -133,6 +142,27 @@ BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 #: Appends count as slow by the median of at least RECENT_LEAST and at most RECENT_MOST of them, none older than
 #: RECENT_S: a few that waited through an outage are no sign of a slow log.
 RECENT_LEAST, RECENT_MOST, RECENT_S = 20, 100, 300.0
+
+
+class ArchiveLag:
+    """How long the first entry that was folded and is not in the archive has waited for it."""
+
+    def __init__(self) -> None:
+        #: Which entry was folded at which moment, as looks have found it; those that the archive lacks.
+        self._marks: deque[tuple[int, float]] = deque()
+
+    def look(self, folded_seq: int, archived_seq: int, now_s: float) -> None:
+        """Take in what is folded and what is archived at this moment."""
+        if folded_seq > (self._marks[-1][0] if self._marks else 0):
+            if len(self._marks) == _MARKS_MAX:
+                self._marks.pop()  # the first is what counts
+            self._marks.append((folded_seq, now_s))
+        while self._marks and self._marks[0][0] <= archived_seq:
+            self._marks.popleft()
+
+    def seconds(self, now_s: float) -> float:
+        """Return how long the first entry has waited; 0 where the archive lacks none."""
+        return now_s - self._marks[0][1] if self._marks else 0.0
 
 
 class AppendTimes:

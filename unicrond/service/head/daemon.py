@@ -24,6 +24,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ from typing import Any
 from aiohttp import web
 
 from unicrond.core.rules.skip_rules import SkipRefused
+from unicrond.events.archive import archive
 from unicrond.events.host.init_process import ends_all
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.log.event_log import AnotherLog, Fenced
+from unicrond.events.log.event_log import AnotherLog, Fenced, LogError
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, PublishDenied
+from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.lease import NatsLease
 from unicrond.events.nats.server import EmbeddedServer, ServerError
 from unicrond.events.nats.store_directory_lock import StoreLease
@@ -80,7 +83,7 @@ async def serve(config: Config, skip: Sequence[int] = (), *, stands_by: bool = F
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.put_nowait, signum)
-    orders, lease = Orders(stop, skip, stands_by, Systemd()), StoreLease(Path(config.state_dir) / "nats")
+    orders, lease = Orders(stop, skip, stands_by, Systemd(), new_log), StoreLease(Path(config.state_dir) / "nats")
     with short_pauses(), ExitStack() as lock:
         if not config.nats.url:
             try:
@@ -133,6 +136,8 @@ async def _serve(config: Config, orders: Orders, lease: StoreLease) -> None:
                 await unless_stopped(orders.stop, _start(server))
                 has_begun = True
             links = await unless_stopped(orders.stop, _links(config, orders, server, connections, status))
+            if orders.new_log:
+                await _adopt_archive(config, links.connection)
             try:
                 ended_by = await _serve_until_stopped(config, links, orders, certificates, outside)
             finally:
@@ -190,6 +195,17 @@ async def _links(
     )
     lease = await _lease(connection, config, orders)
     return Links(connection, asking, watching, server, lease, this_process(config.api_address))
+
+
+async def _adopt_archive(config: Config, connection: Connection) -> None:
+    """Keep of the archive what belongs to the log that a person takes, and set the rest aside. Raises Fatal."""
+    name = f"before-{datetime.fromtimestamp(CLOCK.wall_us() / 1e6, UTC):%Y%m%dT%H%M%S.%fZ}"
+    try:
+        aside = await archive.adopt(NatsEventLog(connection), config.archive, name)
+    except (LogError, OSError) as error:
+        raise Fatal(f"the archive cannot become one of this log: {error}") from None
+    if aside is not None:
+        log.warning("the archive held entries that this log does not have; they lie in %s now", aside)
 
 
 async def _lease(connection: Connection, config: Config, orders: Orders) -> NatsLease | None:
@@ -256,7 +272,7 @@ async def _serve_until_stopped(
     if links.lease is not None:
         head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
     promises = _promises(config, links, head)
-    process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
+    process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines, parts.life.archive)
     api = Api(config, coordinator, parts.event_log, LogReader(links.asking), _access(config), process)
     runner = web.AppRunner(api.application(parts.connections.middleware), access_log=None, shutdown_timeout=1.0)
     await runner.setup()

@@ -58,12 +58,14 @@ if TYPE_CHECKING:
 
 
 class Orders(NamedTuple):
-    """The options of this run, beside its configuration. `systemd`: made before any child is."""
+    """The options of this run, beside its configuration. `systemd`: made before any child is. `new_log`: a person takes
+    the log that is there."""
 
     stop: asyncio.Queue[signal.Signals]
     skip: Sequence[int]
     stands_by: bool
     systemd: Systemd
+    new_log: bool = False
 
 
 class Links(NamedTuple):
@@ -128,7 +130,14 @@ class HeadParts:
             lambda: {node: self._read_seq(node) for node in self.coordinator.liveness.beats},
             self.coordinator.log_is_behind,
         )
-        self.life = LogLife(config, self.coordinator, lambda: self.probe.info, appends, time.monotonic)
+        self.life = LogLife(
+            config,
+            self.coordinator,
+            lambda: self.probe.info,
+            lambda: self.coordinator.state.seq,
+            appends,
+            time.monotonic,
+        )
 
     def logins(self, api: Api) -> dict[str, Job]:
         """Return the jobs at the entrance: the watch over floods, and with keys what keeps logins as the log says: who
