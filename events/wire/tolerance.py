@@ -69,7 +69,7 @@ def _known_part(value: Any, info: inspect.Type, path: str, unknown: list[str]) -
                 for name, inner in value.items()
                 if name in fields
             }
-        case inspect.VarTupleType() if isinstance(value, list):
+        case inspect.VarTupleType() if isinstance(value, list) and len(value) <= (info.max_length or len(value)):
             return [_known_part(item, info.item_type, f"{path}[{at}]", unknown) for at, item in enumerate(value)]
         case inspect.DictType() if isinstance(value, dict):
             return {

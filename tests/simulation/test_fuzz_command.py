@@ -13,6 +13,7 @@ from unicrond.replay.simulation.effects.fault_effects import EFFECTS
 from unicrond.replay.simulation.faults.faults import (
     DOMAIN_KINDS,
     FAULT_KINDS,
+    LARGE_KINDS,
     LIAR_KINDS,
     MODE_KINDS,
     OUTAGE_KINDS,
@@ -90,7 +91,7 @@ def test_document_names_every_rule_and_fault() -> None:
     text = DOCUMENT.read_text()
     assert not [name for name in RULES if f"`{name}`" not in text]
     assert not [kind for kind in EFFECTS if f"`{kind}`" not in text]
-    kinds = {*FAULT_KINDS, *MODE_KINDS, *LIAR_KINDS, *PROGRAM_KINDS, *OUTAGE_KINDS, *DOMAIN_KINDS}
+    kinds = {*FAULT_KINDS, *MODE_KINDS, *LIAR_KINDS, *PROGRAM_KINDS, *OUTAGE_KINDS, *DOMAIN_KINDS, *LARGE_KINDS}
     assert set(EFFECTS) == kinds
 
 

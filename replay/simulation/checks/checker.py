@@ -17,8 +17,9 @@ from unicrond.core import fold as folding
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
+from unicrond.events.wire.codec import COORDINATOR
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
-from unicrond.replay.simulation.checks import authority
+from unicrond.replay.simulation.checks import authority, costs
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.invariants import Violation
 from unicrond.replay.simulation.checks.outages import OutageRecord
@@ -56,6 +57,8 @@ class InvariantChecker:
         self.outages = OutageRecord()
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
+        #: What was decided last on one state.
+        self._batch: list[Envelope] = []
         self._ids: set[str] = set()
         self._term = 0
         self._spawned: dict[str, dict[str, CheckedProcess]] = {}
@@ -90,7 +93,11 @@ class InvariantChecker:
     def on_entry(self, entry: Entry) -> None:  # noqa: C901  # one branch for each rule
         """Check an entry that has become durable."""
         before = self.state
-        after = folding.fold(before, entry)
+        if isinstance(entry, RecordedEvent):
+            after, story = costs.fold_exceeds(before, entry)
+            self.record_breach("costs_are_linear", story or self._answers(before, entry, after))
+        else:
+            after = folding.fold(before, entry)
         self.states.append(after)
         if len(self.states) > _ENTRIES_MAX:
             self.record_breach(
@@ -139,6 +146,19 @@ class InvariantChecker:
             expected = sum(self.reference.digest(spec, iteration) for iteration in iterations) % DIGEST_MODULUS
             samples = len(iterations) * spec.global_batch
             self.record_breach("reports_are_exact", rules.reports_are_exact(event, samples, expected))
+
+    def _answers(self, before: ClusterState, entry: RecordedEvent, after: ClusterState) -> str:
+        """Check what follows from an entry: of a stranger's what would be decided, of a decision those beside it."""
+        envelope = entry.envelope
+        if is_forged(envelope):
+            boot, _ = after.last_numbers.get(COORDINATOR, (0, 0))
+            return costs.look_exceeds(before, entry, after, self.policy) if boot == after.term > 0 else ""
+        if not envelope.term or envelope.term != before.term:
+            return ""
+        if self._batch and (self._batch[0].term, self._batch[0].based_on) != (envelope.term, envelope.based_on):
+            self._batch = []
+        self._batch.append(envelope)
+        return costs.decisions_exceed(self.states[envelope.based_on], self._batch)
 
     def _ruling(self, basis: ClusterState, event: v.AnyEvent) -> None:
         """Check a decision of the coordinator in office. `basis`: the state that it was decided in."""

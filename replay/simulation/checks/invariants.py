@@ -50,6 +50,8 @@ RULES: dict[str, str] = {
     "state_is_sound": "The coordinator's own invariants hold after every entry, and no fold raises.",
     "words_stay_at_home": "What a node says changes no task that it has nothing to do with, and no other node; of an"
     " honest one nothing is refused.",
+    "costs_are_linear": "What an entry costs, in lines run, memory, decisions and their bytes, is linear in the cluster"
+    " and in its own size.",
     "books_close": "What was delivered and each loss are between 0 and the whole, and add up to it.",
     "symptoms_are_no_incidents": "A broken connection opens no second incident of the same generation.",
     "plan_within_healthy_nodes": "A plan uses healthy nodes only, and no more than their slots.",

@@ -358,6 +358,7 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "edge_events": forgeries.edge_events,
     "forged_claim": forgeries.forged_claim,
     "lying_node": forgeries.lying_node,
+    "large_events": forgeries.large_events,
     "crash_agent": _crash_agent,
     "restart_agent": people_effects.restart_agent,
     "end_agent": people_effects.end_agent,

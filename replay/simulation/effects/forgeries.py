@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.field_types import SLOTS_MAX
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import Envelope
 from unicrond.replay.simulation.cluster.world import World, until
-from unicrond.replay.simulation.faults.boundary_events import KINDS, STRANGER, Edges
+from unicrond.replay.simulation.faults.boundary_events import KINDS, LONG, STRANGER, Edges
 from unicrond.replay.simulation.faults.faults import SimulatedFault
 
 #: Requests that people may make by mistake are not drawn: they may do what they say (cancel the last task, drain every
@@ -43,10 +44,28 @@ def edge_events(world: World, fault: SimulatedFault) -> None:
 def lying_node(world: World, fault: SimulatedFault) -> None:
     """Let a node join that no plan uses, and have it say whatever it likes about every task and worker there is, for
     the fault's time. Then a person has it forgotten."""
-    rng, count = world.rng(f"lies {fault.at_s}"), int(fault.how)
+    _speak(world, fault, Edges(world.rng(f"lies {fault.at_s}"), [STRANGER], []), ())
+
+
+def large_events(world: World, fault: SimulatedFault) -> None:
+    """Send likewise, in events as large as their types allow, from the first on: the node runs a thousand workers that
+    nobody has started."""
+    edges = Edges(world.rng(f"large {fault.at_s}"), [STRANGER], [], lengths=LONG)
+    tasks = [*world.checker.state.tasks] or ["nothing"]
+    running = [
+        v.RunningWorker(worker=f"{task}.{10_000 + number}", task=task, pid=7, generation=1)
+        for number in range(SLOTS_MAX // len(tasks))
+        for task in tasks
+    ]
+    _speak(world, fault, edges, tuple(running))
+
+
+def _speak(world: World, fault: SimulatedFault, edges: Edges, running: tuple[v.RunningWorker, ...]) -> None:
+    """Send the join of a node with these workers, then whatever `edges` draws; then have the node forgotten."""
+    rng, count, lengths = edges.rng, int(fault.how), edges.lengths
     joined = v.NodeJoined(
         node=STRANGER, address="10.9.9.9", slots=4, store=v.StoreAddress(host="10.9.9.9", port=1), agent_boot=1,
-        version=STRANGER,
+        version=STRANGER, workers=running,
     )  # fmt: skip
     leaving = v.NodeLeaving(node=STRANGER, grace_us=0, reason="so that no plan uses it")
     numbers = iter(range(1, 3 * count + 10))
@@ -63,7 +82,7 @@ def lying_node(world: World, fault: SimulatedFault) -> None:
             return
         workers = [name for task in tasks.values() for name in task.workers]
         invented = [f"{task}.{number}" for task in tasks for number in (997, 998, 999)]
-        envelope = Edges(rng, [STRANGER], list(tasks), workers + invented * 4).envelope(rng.choice(LIES))
+        envelope = Edges(rng, [STRANGER], list(tasks), workers + invented * 4, lengths).envelope(rng.choice(LIES))
         if envelope is not None and envelope.producer == STRANGER:
             world.server.forge(envelope_of(envelope.event))  # type: ignore[arg-type]  # LIES are observations
 

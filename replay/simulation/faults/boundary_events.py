@@ -45,13 +45,27 @@ def is_forged(envelope: Envelope) -> bool:
     return STRANGER in (envelope.producer, getattr(envelope.event, "version", "")) or envelope.boot == NO_BOOT
 
 
+#: Fields of the items of long arrays that get a name each.
+_INVENTED = ("worker", "peer", "node", "users", "nodes", "lost_peers")
+#: Lengths of arrays, and of those in the largest events, which are cut to what is valid.
+SHORT, LONG = (0, 1, 2, 5), (256, 1024, 4096, 131_072)
+
+
 class Edges:
-    """A source of edge events. `nodes`, `tasks`, `workers`: names that exist; unknown ones are mixed in."""
+    """A source of edge events. `nodes`, `tasks`, `workers`: names that exist; unknown ones are mixed in. `lengths`: of
+    arrays; where they are long their names are invented, each another."""
 
     def __init__(
-        self, rng: random.Random, nodes: Sequence[str], tasks: Sequence[str], workers: Sequence[str] = ()
+        self,
+        rng: random.Random,
+        nodes: Sequence[str],
+        tasks: Sequence[str],
+        workers: Sequence[str] = (),
+        lengths: Sequence[int] = SHORT,
     ) -> None:
         self.rng = rng
+        self.lengths = lengths
+        self._invents = False
         self.nodes = [*nodes, "nobody", "x" * 63]
         self.tasks = [*tasks, "nothing", "y" * 63]
         self.workers = [*workers, *(f"{task}.{number}" for task in tasks for number in (1, 2, 3, 999_999_999))]
@@ -102,7 +116,13 @@ class Edges:
             case inspect.LiteralType():
                 return self.rng.choice(info.values)
             case inspect.VarTupleType():
-                return tuple(self._value(info.item_type, name) for _ in range(self.rng.choice((0, 1, 2, 5))))
+                if self.lengths is SHORT or self._invents:
+                    return tuple(self._value(info.item_type, name) for _ in range(self.rng.choice(SHORT)))
+                self._invents = True
+                count = min(self.rng.choice(self.lengths), info.max_length or SHORT[-1])
+                items = tuple(self._value(info.item_type, name) for _ in range(count))
+                self._invents = False
+                return items
             case inspect.DictType():
                 count = self.rng.choice((0, 0, 1, 2))
                 return {self._value(info.key_type, ""): self._value(info.value_type, name) for _ in range(count)}
@@ -114,6 +134,9 @@ class Edges:
                 )
 
     def _text(self, info: inspect.StrType, name: str) -> str:
+        if self._invents and name in _INVENTED:
+            prefix = f"{self.rng.choice(self.tasks)}." if name in ("worker", "lost_peers") else "x"
+            return f"{prefix}{self.rng.randrange(10**9)}"
         if info.pattern == NAME_PATTERN:
             return self.rng.choice(self.tasks if name in ("task", "name") else self.nodes)
         if info.pattern is not None:

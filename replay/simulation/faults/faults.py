@@ -120,6 +120,10 @@ OBSERVED = 0.2
 LIAR_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {"lying_node": (1, 10.0, ("3", "20", "60"), 0)}
 #: The share of seeds in which one does.
 LIARS = 0.2
+#: Likewise: one says as much in each event as its type allows.
+LARGE_KINDS: Table = {"large_events": (1, 10.0, ("3", "12"), 0)}
+#: The share of seeds in which one does.
+LARGE = 0.1
 #: Of FAULT_KINDS, those in which nothing of the cluster fails.
 CALM_KINDS = ("cordon", "maintain", "end_agent", "cancel")
 #: The share of seeds whose people bring garbage, and of these the share in which nothing else goes wrong.
@@ -140,6 +144,9 @@ def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list
     lies = rng_of("lies")
     if lies.random() < LIARS:
         faults = sorted([*faults, *_draw(lies, LIAR_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
+    large = rng_of("large events")
+    if large.random() < LARGE:
+        faults = sorted([*faults, *_draw(large, LARGE_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
     if rng.random() >= GARBAGE:
         return _with_outages(rng_of("outages"), faults, nodes)
     calm = {kind: FAULT_KINDS[kind] for kind in CALM_KINDS}

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from unicrond.core.deciding import memberships
+from unicrond.core.deciding import batch, memberships
 from unicrond.core.folding import silence
 from unicrond.core.nodes import brakes, outages
 from unicrond.core.nodes.deafness import Deafness
@@ -129,6 +129,10 @@ def _hold_against_the_domain() -> None:
     patch(silence, "excused", make)
 
 
+def _end_all_strays() -> None:
+    patch(batch, "STRAY_STOPS_MAX", lambda _: 10**6)
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -143,5 +147,6 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "await_nobody": Mutant("the plan does without nodes that were lost together at once", _await_nobody),
     "count_each_return": Mutant("a node that is back is planned for before the others", _count_each_return),
     "hold_against_the_domain": Mutant("a node that is lost with others flaps by it", _hold_against_the_domain),
+    "end_all_strays": Mutant("each process that a node invents is ordered to end, all at once", _end_all_strays),
     "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }

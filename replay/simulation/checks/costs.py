@@ -1,0 +1,155 @@
+"""The rule of costs: what an entry costs everybody who folds it is linear in the cluster, and in its own size.
+
+Rules
+-----
+* Nothing is timed. What is counted is the same on each machine: lines of Python that run (a loop counts once per turn),
+  the memory that is allocated at once (what is copied in C shows there), decisions that follow, and their bytes.
+* The cluster is its nodes, tasks and workers before the entry. What the entry invents does not count for it: who
+  invents a thousand workers may have a thousand looked at, and not a thousand stops written.
+* Each fold is counted (`fold_exceeds`); of what strangers and liars say also what a head does then (`look_exceeds`);
+  of the rest what the heads decide on one state (`decisions_exceed`).
+"""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+from unicrond.core import fold as folding
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.own_decisions import require_sound
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.codec import COORDINATOR, encode
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
+
+T = TypeVar("T")
+
+
+class EntryCost(NamedTuple):
+    """Say how many lines of Python ran, and how many bytes were allocated at once, at most."""
+
+    lines: int
+    memory_bytes: int
+
+
+class LinearBound(NamedTuple):
+    """Bound what an entry costs: any entry, for each node, task and worker, and for each byte of the entry."""
+
+    base: int
+    unit: int
+    byte: int = 0
+
+    def most(self, units: int, size_bytes: int = 0) -> int:
+        """Return the bound in a cluster of so many units."""
+        return self.base + self.unit * units + self.byte * size_bytes
+
+
+#: What one entry may cost. Folding: of any entry, decisions too.
+FOLD_LINES, FOLD_BYTES = LinearBound(8_000, 2, 4), LinearBound(100_000, 20, 40)
+LOOK_LINES, LOOK_BYTES = LinearBound(12_000, 60, 4), LinearBound(200_000, 200, 40)
+#: What may be decided on one state.
+DECISIONS, DECISION_BYTES = LinearBound(32, 3), LinearBound(65_536, 4_096)
+
+
+def units(state: ClusterState) -> int:
+    """Count what the cluster has: nodes, tasks and workers."""
+    return len(state.nodes) + sum(1 + len(task.workers) for task in state.tasks.values())
+
+
+def measure(run: Callable[[], T]) -> tuple[T, EntryCost]:
+    """Run it; return what it returns, and what it cost. A debugger's or a coverage's trace rests meanwhile."""
+    lines = 0
+
+    def trace(_frame: FrameType, kind: str, _argument: Any) -> Callable[..., Any]:
+        """Count a line."""
+        nonlocal lines
+        lines += kind == "line"
+        return trace
+
+    is_nested, before = tracemalloc.is_tracing(), sys.gettrace()
+    if not is_nested:
+        tracemalloc.start(1)
+    tracemalloc.reset_peak()
+    start_bytes, _ = tracemalloc.get_traced_memory()
+    sys.settrace(trace)
+    try:
+        result = run()
+    finally:
+        sys.settrace(before)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        if not is_nested:
+            tracemalloc.stop()
+    return result, EntryCost(lines, max(0, peak_bytes - start_bytes))
+
+
+def fold_exceeds(before: ClusterState, entry: RecordedEvent) -> tuple[ClusterState, str]:
+    """Fold the entry; return the state, and in which way that cost too much, "" where it did not."""
+    after, cost = measure(lambda: folding.fold(before, entry))
+    name, size_bytes = type(entry.envelope.event).__name__, len(encode(entry.envelope))
+    return after, _excess(f"to fold {name}", cost, (FOLD_LINES, FOLD_BYTES), units(before), size_bytes)
+
+
+def look_exceeds(before: ClusterState, entry: RecordedEvent, after: ClusterState, policy: Policy) -> str:
+    """Look at the state as a head does once it has folded the entry: survey, deadlines, decide, try what is decided.
+    Return in which way that costs too much; "" where it does not."""
+    size_bytes, cluster = len(encode(entry.envelope)), units(before)
+
+    def look() -> Sequence[v.AnyEvent]:
+        """Return what would be decided."""
+        survey = Survey(after, policy)
+        deadlines(survey)
+        needed_solves(survey)
+        return decide(survey, {})
+
+    decisions, cost = measure(look)
+    where = f"to decide on {type(entry.envelope.event).__name__}"
+    if story := _excess(where, cost, (LOOK_LINES, LOOK_BYTES), cluster, size_bytes):
+        return story
+    envelopes = envelopes_of(after, decisions)
+    if story := decisions_exceed(before, envelopes):
+        return story
+    _, cost = measure(lambda: require_sound(after, envelopes))
+    if story := _excess(f"to try what follows from {where[13:]}", cost, (LOOK_LINES, LOOK_BYTES), cluster, size_bytes):
+        return story
+    for envelope in envelopes:
+        after, story = fold_exceeds(after, RecordedEvent(after.seq + 1, after.now_us, envelope))
+        if story:
+            return story
+    return ""
+
+
+def decisions_exceed(basis: ClusterState, envelopes: Sequence[Envelope]) -> str:
+    """Return in which way what is decided on one state is too much; "" where it is not. `basis`: the cluster."""
+    size_bytes, cluster = sum(len(encode(envelope)) for envelope in envelopes), units(basis)
+    if len(envelopes) > DECISIONS.most(cluster):
+        return f"{len(envelopes)} decisions on one state of a cluster of {cluster} (at most {DECISIONS.most(cluster)})"
+    if size_bytes > DECISION_BYTES.most(cluster):
+        most = DECISION_BYTES.most(cluster)
+        return f"{size_bytes} bytes are decided on one state of a cluster of {cluster} (at most {most})"
+    return ""
+
+
+def envelopes_of(state: ClusterState, events: Sequence[v.AnyEvent]) -> list[Envelope]:
+    """Return the decisions as the head of the present term would write them next."""
+    number = state.last_numbers.get(COORDINATOR, (0, 0))[1]
+    return [
+        Envelope(
+            producer=COORDINATOR, boot=state.term, number=number + n, term=state.term, observed_at_us=1, event=event
+        )
+        for n, event in enumerate(events, start=1)
+    ]
+
+
+def _excess(what: str, cost: EntryCost, limits: tuple[LinearBound, LinearBound], cluster: int, size_bytes: int) -> str:
+    for value, limit, unit in zip(cost, limits, ("lines", "bytes of memory"), strict=True):
+        most = limit.most(cluster, size_bytes)
+        if value > most:
+            return f"{what} ({size_bytes} bytes) takes {value} {unit} in a cluster of {cluster} (at most {most})"
+    return ""
