@@ -42,7 +42,16 @@ from unicrond.events.cli.command_line import (
     repeated,
     switch,
 )
-from unicrond.events.cli.exit_codes import DONE, FORGOTTEN, INTERRUPTED, SUPERSEDED, TERMINATED, USAGE, exit_codes
+from unicrond.events.cli.exit_codes import (
+    DONE,
+    FORGOTTEN,
+    INTERRUPTED,
+    SHUT_OUT,
+    SUPERSEDED,
+    TERMINATED,
+    USAGE,
+    exit_codes,
+)
 from unicrond.events.cli.shared_flags import add_login, shared
 from unicrond.events.host import daemon_log as log_lines
 from unicrond.events.host import optional_dependencies as extras
@@ -55,8 +64,8 @@ from unicrond.events.trust.logins import agent_login
 
 #: --supervise: after this many restarts within this time it gives up, so that the container is made anew.
 _RESTARTS, _RESTARTS_WITHIN_S = 10, 600.0
-#: Exit codes after which it does not start the agent again: ended on request, bad usage, a newer agent runs.
-_NOT_AGAIN = (DONE, USAGE, SUPERSEDED, INTERRUPTED, TERMINATED)
+#: Exit codes after which it does not start the agent again: ended on request, bad usage, a newer agent runs or may run.
+_NOT_AGAIN = (DONE, USAGE, SUPERSEDED, SHUT_OUT, INTERRUPTED, TERMINATED)
 
 _EXAMPLE = f"""example:
   unicron-agent --nats nats://head:4222 --key /etc/unicron.key \\
@@ -68,7 +77,7 @@ SIGTERM drains the node: its workers leave at the end of an iteration, then the 
 --grace-s. With --hand-over SIGTERM ends the agent alone: workers go on and are adopted by the next agent of the same
 run directory (under systemd, set KillMode=process). SIGINT ends the workers at once, and the node leaves.
 
-{exit_codes(TERMINATED, SUPERSEDED, FORGOTTEN)}"""
+{exit_codes(TERMINATED, SUPERSEDED, FORGOTTEN, SHUT_OUT)}"""
 
 
 def parser() -> Parser:

@@ -10,6 +10,8 @@ Ends
 * Exit codes: cli.py. What a signal ended is not 0: a place that is to be filled would count as done.
 * A newer agent of the same name (duplicate_agent.py): exit code SUPERSEDED, the workers end; a later boot in the
   log that no agent has: exit code 1, and the next boot is above it.
+* A key that NATS let in before and refuses by now, for the lease and with no worker left here: it was replaced or
+  revoked, and nothing here can hear of the agent that has the name now: exit code SHUT_OUT.
 * Told by the coordinator to leave for good: drained, exit code 0. Forgotten while it was away: its workers end, exit
   code FORGOTTEN; its supervisor starts the next one.
 * Anything unexpected: exit code 1 with a traceback; the agent's supervisor starts the next one.
@@ -29,7 +31,7 @@ from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.process_keeper import ProcessKeeper
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.agents.shell.shell import Shell
-from unicrond.events.cli.exit_codes import FORGOTTEN, SUPERSEDED
+from unicrond.events.cli.exit_codes import FORGOTTEN, SHUT_OUT, SUPERSEDED
 
 logger = logging.getLogger("unicrond.agents")
 
@@ -54,6 +56,7 @@ class Departure:
         self.over = asyncio.Event()
         self._has_left = False
         self._has_failed = False
+        self._is_shut_out = False
         #: The newer agent's boot; 0: none is heard.
         self._newer_boot = 0
         #: The first signal that asked for the end, and when it is to be over by the loop's clock.
@@ -97,6 +100,17 @@ class Departure:
             self._shell.state.config.agent_boot,
         )
         self.over.set()
+
+    def shut_out(self, refusal: str) -> None:
+        """End the agent, which runs no worker: NATS refuses its key for good."""
+        logger.critical(
+            "%s. It let this agent in before, and has refused it for %g s: the node's key is another one's now, and no "
+            "worker is left here. This agent ends",
+            refusal,
+            self._options.lease_s,
+        )
+        self._is_shut_out = True
+        self.leave()
 
     def outrun(self, boot: int) -> None:
         """End the agent for a later boot that only stands in the log, and have the next agent begin above it."""
@@ -164,6 +178,8 @@ class Departure:
             return SUPERSEDED
         if self._shell.state.ends == "forgotten" and not self._signal:
             return FORGOTTEN
+        if self._is_shut_out and not self._signal:
+            return SHUT_OUT
         return 1 if self._has_failed else 128 + self._signal if self._signal else 0
 
     async def _retire(self, linking: asyncio.Task[None]) -> None:

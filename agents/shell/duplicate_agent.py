@@ -37,6 +37,16 @@ WAIT_MAX_S = 15.0
 _LOOK_EVERY_S = 60.0
 _ANSWER_S = 2.0
 
+#: How often an agent looks whether it is shut out.
+LOOK_AT_REFUSALS_S = 1.0
+
+
+def is_shut_out(denied_s: float | None, lease_s: float, workers: int) -> bool:
+    """Return whether an agent whose own key has been refused for `denied_s` seconds (None: it is not) ends: nothing can
+    tell it of a newer agent any more. While workers train here, the refusal may be a mistake that a person mends; those
+    of a node that was replaced end within UNICRON_FAULT_WAIT_S, since the others go on without them."""
+    return denied_s is not None and denied_s >= lease_s and not workers
+
 
 class DuplicateAgents:
     """Tracks what one agent knows of others of its name. Pure; `now_s` is any clock that never steps.

@@ -8,6 +8,7 @@ Rules
 * The node follows its tasks' entries before it joins: one that cannot be commanded must not be planned for.
 * Commands are taken and observations appended only while the log is the known one (event_log_guard.py); when another
   takes its place, both end together, and begin anew there.
+* An agent whose own key is refused for good ends once no worker needs it (duplicate_agent.py).
 * Beats begin with the inventory, before the node joins: an older agent of the name is to hear them.
 
 How observations are repeated: outbox.py. Two agents of one name: duplicate_agent.py. What a command does: the core.
@@ -25,7 +26,7 @@ from unicrond.agents.core.state import LogSeen, MachineSaw, Unreadable
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.kubernetes.node_object import NodeObject
 from unicrond.agents.shell.departure import Departure
-from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
+from unicrond.agents.shell.duplicate_agent import LOOK_AT_REFUSALS_S, DuplicateAgents, DuplicateWatch, is_shut_out
 from unicrond.agents.shell.event_log_guard import LogGuard
 from unicrond.agents.shell.node_queries import NodeQueries
 from unicrond.agents.shell.options import Options
@@ -105,6 +106,7 @@ class EventLogKeeper:
                 group.create_task(self._send_beats(connection))
                 group.create_task(terms.follow())
                 group.create_task(self._queries.serve(connection))
+                group.create_task(self._end_when_shut_out(connection))
                 if options.kubernetes is not None:
                     group.create_task(self._keep_node_object(connection, options.kubernetes))
                 await watch.alone(shell.has_inventory)
@@ -157,6 +159,16 @@ class EventLogKeeper:
             lambda place: self._shell.feed(MachineSaw(hold=place.hold, reason=place.reason)),
         )
         await keeper.run(connection)
+
+    async def _end_when_shut_out(self, connection: Connection) -> None:
+        if self._options.login.key is None:  # a shared login: its new password comes by itself
+            return
+        denied_s: float | None = None
+        while not is_shut_out(denied_s, self._options.lease_s, len(self._shell.state.memory.workers)):
+            await asyncio.sleep(LOOK_AT_REFUSALS_S)
+            since_s = connection.denied_since_s
+            denied_s = None if since_s is None else time.monotonic() - since_s
+        self._departure.shut_out(connection.trouble)
 
     def _may_take_any_log(self) -> bool:
         """Return whether this agent has just begun, and nothing of another log is left here, or a person allows it."""

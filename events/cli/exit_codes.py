@@ -13,6 +13,7 @@ USAGE = 2
 TIMEOUT = 3
 SUPERSEDED = 4
 FORGOTTEN = 5
+SHUT_OUT = 6
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
@@ -24,6 +25,7 @@ MEANINGS: dict[int, str] = {
     TIMEOUT: "timed out",
     SUPERSEDED: "a newer agent of this name runs",
     FORGOTTEN: "the node was forgotten",
+    SHUT_OUT: "the node's key was replaced or revoked",
     INTERRUPTED: "interrupted",
     TERMINATED: "ended by SIGTERM",
 }

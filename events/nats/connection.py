@@ -177,6 +177,9 @@ class Connection:
         self._credentials = CredentialHistory(login)
         self._addresses = Addresses(urls)
         self._is_refused = False
+        self._is_denied = False
+        #: Since when (monotonic) a login that was let in before is refused at each attempt; None: it is not.
+        self.denied_since_s: float | None = None
         self._session: Session | None = None
         self._changed = asyncio.Event()
         self._closed = False
@@ -293,11 +296,17 @@ class Connection:
             raise
 
     async def _keep(self) -> None:
+        was_let_in = False
         while True:
             backoff = Backoff(f"connecting to NATS at {self.urls}")
             begin = time.monotonic()
             while (session := await self._open_session()) is None:
+                if not (was_let_in and self._is_denied):
+                    self.denied_since_s = None
+                elif self.denied_since_s is None:
+                    self.denied_since_s = time.monotonic()
                 await backoff.wait_after(LogError(self._reason))
+            was_let_in, self.denied_since_s = True, None
             logger.info("connected to NATS at %s after %.2f s", self.urls, time.monotonic() - begin)
             while session is not None:
                 self._session = session
@@ -332,7 +341,7 @@ class Connection:
     async def _open_session(self, *, is_replacement: bool = False) -> Session | None:
         """Open a session with what the login's files hold, else with what worked last; return None where the server
         accepts neither. `is_replacement`: one with the latter stands."""
-        self._has_reason = False
+        self._has_reason = self._is_denied = False
         choices: list[ConnectArguments] = []
         try:
             choices = self._credentials.load()
@@ -392,7 +401,9 @@ class Connection:
         """Record whatever nats-py reports. Must not raise: that would kill the reader."""
         text = client_name(describe(error))
         is_plain = isinstance(error, ValueError | NoTls | NoLogins) and not isinstance(error, OSError)  # BadKey, BadCa
-        explanation = str(error) if is_plain else refusal(text, self._login) or tls_trouble(error, self._login)
+        denied = "" if is_plain else refusal(text, self._login)
+        self._is_denied |= bool(denied)
+        explanation = str(error) if is_plain else denied or tls_trouble(error, self._login)
         denial = _DENIED.search(text)
         is_handled = denial is not None and self._session is not None and self._session.deny(denial[1].lower())
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.

@@ -14,7 +14,7 @@ import pytest
 
 from tests.agents.processes import has_ended
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
-from unicrond.agents.shell.duplicate_agent import DuplicateAgents
+from unicrond.agents.shell.duplicate_agent import DuplicateAgents, is_shut_out
 from unicrond.events.cli.exit_codes import SUPERSEDED
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.server import EmbeddedServer
@@ -55,6 +55,13 @@ def test_message_without_a_boot_is_no_agent() -> None:
     one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
     one.note_logged(0, 100.0)
     assert not one.is_older_there(100.0) and (one.newer, one.outrun) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("denied_s", "workers", "ends"), [(None, 0, False), (59.9, 0, False), (60.0, 0, True), (600.0, 1, False)]
+)
+def test_refused_key_ends_agent_without_workers(denied_s: float | None, workers: int, *, ends: bool) -> None:
+    assert is_shut_out(denied_s, 60.0, workers) is ends
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ TABLE = (
         "force",
         "`delete --force`: the old container still runs beside the new one, under one name",
         "never whole: the old agent took the new one's commands and refused them",
-        "the new one's login ends the old one's, and it has joined at {told} s; whole after {whole} s",
+        "the new one's login ends the old one's, and it has joined at {told} s; whole after {whole} s; the old agent "
+        "ends with code {code} once its worker has",
     ),
     (
         "force, cut off",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
 from tests.containers.cluster import NO_DAMAGE, NODES, Cluster, is_up, node_of, until
 from tests.containers.pods import Pod
+from unicrond.events.cli.exit_codes import SHUT_OUT
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]
 Record = Callable[..., None]
 
 
 async def shut_out(pod: Pod) -> None:
     """Until NATS lets its agent in no more: its key was replaced."""
     await until(lambda: "NATS refuses" in pod.probe("readinessProbe")[1], 60, "an agent that is shut out")
-    assert pod.probe("livenessProbe")[0], "what is left of it is the kubelet's to end"
+    assert pod.probe("livenessProbe")[0], "it ends once its workers have, and its lease"
 
 
 async def test_forcibly_deleted_pod_yields_to_successor(cluster: Cluster, record: Record) -> None:
@@ -34,7 +36,9 @@ async def test_forcibly_deleted_pod_yields_to_successor(cluster: Cluster, record
     await shut_out(old)
     assert not watch.lines("CommandFailed")
     told_s = watch.told("NodeJoined")
-    record("force", told=told_s, whole=whole_s)
+    code = await asyncio.to_thread(old.box.wait, 400)  # its worker is stranded for two minutes; the lease is one
+    assert code == SHUT_OUT
+    record("force", told=told_s, whole=whole_s, code=code)
 
     # The same where the machine is only cut off: its agent wakes up as the older one.
     old.remove()

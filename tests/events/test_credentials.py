@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from tests.events.certified import Certified, served
 from unicrond.events.nats import connection as connections
 from unicrond.events.nats.addresses import Addresses
-from unicrond.events.nats.connection import Connection, Login, Session, connect
+from unicrond.events.nats.connection import Connection, Login, LoginRefused, Session, connect
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.trust.keys import make_key, rewrite_key, write_key
 
@@ -102,6 +102,35 @@ async def test_session_moves_to_new_key(tmp_path: Path) -> None:
         rewrite_key(path, new)
         await server.let_in([new.user])
         await another(connection, session)
+        assert await answers(connection)
+        await connection.close()
+
+
+async def test_refusal_counts_only_while_server_says_so(tmp_path: Path) -> None:
+    """Of a key that it let in before; a server that is away says nothing, and one that lets it in ends it."""
+    path, key, other = tmp_path / "coordinator.key", make_key("coordinator"), make_key("reader")
+    write_key(path, key)
+
+    async def until(connection: Connection, *, is_denied: bool) -> None:
+        async with asyncio.timeout(20):
+            while (connection.denied_since_s is not None) is not is_denied:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async with served(tmp_path / "nats", None, [other]) as server:
+        connection = Connection([server.url], name="test", login=Login(key=path))
+        with pytest.raises(LoginRefused):
+            await connection.start(1.0)
+        assert connection.denied_since_s is None, "it was never let in"
+        await server.let_in([key.user, other.user])
+        connection = await connect(server.url, name="test", login=Login(key=path), timeout_s=10)
+        await server.let_in([other.user])
+        await until(connection, is_denied=True)
+        await server.stop()
+        await until(connection, is_denied=False)
+        await server.start()
+        await until(connection, is_denied=True)
+        await server.let_in([key.user, other.user])
+        await until(connection, is_denied=False)
         assert await answers(connection)
         await connection.close()
 

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import urllib.error
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.token_reviews import POD_TOKEN, TokenReviews, account_of_head
 from unicrond.agents.shell.cli import main as agent_main
 from unicrond.core.state.state import NodeStatus, TaskStatus
 from unicrond.ctl.client import Client as ApiClient
+from unicrond.events.cli.exit_codes import SHUT_OUT
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
@@ -28,7 +30,7 @@ from unicrond.events.trust.keys import read_key
 from unicrond.events.vocabulary import NodeJoined, StoreAddress
 from unicrond.events.wire.envelope import Envelope, QuarantinedMessage
 from unicrond.intake.config import load
-from unicrond.local.dev import DevCluster, small_cluster
+from unicrond.local.dev import DevCluster
 from unicrond.replay.reading.nats_source import embedded_login
 
 JOB = {
@@ -265,7 +267,13 @@ async def until_node(dev: DevCluster, status: NodeStatus) -> None:
 
 @pytest.mark.timeout(120)
 async def test_agent_with_key_trains_until_revoked(tmp_path: Path) -> None:
-    async with small_cluster(tmp_path, nodes=1, keys=True) as dev:
+    """It ends by itself once it is refused for its lease: somebody else may have its name."""
+    async with AsyncExitStack() as stack:
+        dev = DevCluster(tmp_path, 1, 1, 0, keys=True)
+        stack.push_async_callback(dev.stop)
+        agent = dev.agents["node1"]
+        agent.env |= {"UNICRON_AGENT_LEASE_S": "3"}
+        await dev.start()
         (tmp_path / "secret").write_text("s3cret\n")
         secrets = {"HF_TOKEN": f"file:{tmp_path / 'secret'}"}
         await dev.submit({**JOB, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}, "secrets": secrets})
@@ -277,10 +285,14 @@ async def test_agent_with_key_trains_until_revoked(tmp_path: Path) -> None:
         command = [str(Path(sys.executable).with_name("unicron-replay")), "verify", "--state-dir", str(dev.state_dir)]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+        await agent.rest()
+        assert agent.process is not None
         await unicrond(dev.config_path, "revoke", "node1")
         await until_node(dev, NodeStatus.LOST)
-        said = dev.agents["node1"].output.read_text()
-        assert said.count("NATS refuses the key of node node1") == 1, said
+        assert await agent.process.wait() == SHUT_OUT
+        said = agent.output.read_text().splitlines()
+        assert [line for line in said if "CRITICAL" in line and "the node's key is another one's now" in line], said
+        assert len([line for line in said if "WARNING node1 NATS refuses the key of node node1" in line]) == 1, said
 
 
 async def test_head_is_locked_by_default(tmp_path: Path) -> None:
