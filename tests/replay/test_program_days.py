@@ -23,6 +23,14 @@ def test_garbage_programs_cost_others_no_more_than_idle_ones(sixteen: Workload, 
     assert day.garbage < day.alone == 1.0
 
 
+def test_place_that_is_claimed_again_and_again_moves_nobody() -> None:
+    """On 64 nodes what a failed program frees is worth little to anybody: two tasks moved for it, twice in ten minutes,
+    and the others had 0.988 of the day with idle programs."""
+    work = workload(Cluster("a800-80g", 64), six(2))
+    day = program_day(work, Trace("none", 64, HOUR_US, ()), users=5, patience_s=IMPATIENCE_S)
+    assert day.garbage >= 0.99 * day.idle
+
+
 def test_patient_users_garbage_ends_as_soon_as_it_has_failed_twice(sixteen: Workload) -> None:
     day = program_day(sixteen, Trace("none", 16, 6 * HOUR_US, ()), users=3, patience_s=0.0)
     assert day.garbage > 0.98

@@ -7,8 +7,17 @@ from msgspec.structs import replace
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from unicrond.core.faults import program_faults
-from unicrond.core.faults.program_faults import FaultVerdict, Guilt, judge_end, judge_report, looping_text, signature_of
+from unicrond.core.faults.program_faults import (
+    CLAIM_US,
+    FaultVerdict,
+    Guilt,
+    judge_end,
+    judge_report,
+    looping_text,
+    signature_of,
+)
 from unicrond.core.folding.incidents import Fact, blame
+from unicrond.core.rules.plan_problems import problem_of, situation_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Severity, TaskStatus
@@ -33,6 +42,10 @@ def cluster_of(nodes: int) -> MiniCluster:
     for number in range(nodes):
         cluster.add_host(f"n{number}")
     return cluster
+
+
+def survey_of(cluster: MiniCluster) -> Survey:
+    return Survey(cluster.state, cluster.policy)
 
 
 def said(cluster: MiniCluster, *kinds: type) -> list:
@@ -393,6 +406,48 @@ def test_failing_task_takes_only_idle_workers() -> None:
     cluster.run()
     assert cluster.state.tasks["typo"].troubles.crashes is None
     assert workers(cluster) == {"slow": 1, "typo": 2}, "a person has given it another chance"
+
+
+def test_no_plan_is_expected_to_outlast_the_next_claim_of_a_failing_programs_place() -> None:
+    """While its user is about to bring it again, mended or not, nobody moves for what pays only later."""
+    cluster = cluster_of(4)
+    cluster.submit("slow", min_workers=1, max_workers=2)
+    cluster.submit("typo", min_workers=2, max_workers=4)
+    cluster.run()
+
+    def d_running_us() -> int:
+        situation, problem = situation_of(survey_of(cluster)), problem_of(survey_of(cluster))
+        assert situation is None or situation.d_running_us(problem.workers) == problem.d_running_us
+        return int(problem.d_running_us)
+
+    usual_us = d_running_us()
+    assert usual_us > CLAIM_US
+    for wanted_us in (usual_us, CLAIM_US):
+        end(cluster, "typo")
+        cluster.run()
+        assert d_running_us() == wanted_us, "one fault may be a neighbour's doing"
+    cluster.append(v.TaskCancelled(task="typo", requester="its user", reason="typo"), "api", cluster.state.term)
+    cluster.run()
+    assert d_running_us() == CLAIM_US, "it comes again under another name"
+    cluster.now_us += CLAIM_US
+    cluster.submit("later", min_workers=1, max_workers=1)
+    cluster.run()
+    assert d_running_us() > CLAIM_US
+
+
+def test_place_of_a_program_that_has_failed_for_long_is_planned_anew() -> None:
+    cluster = cluster_of(3)
+    cluster.submit("typo", min_workers=1, max_workers=1)
+    cluster.submit("slow", min_workers=1, max_workers=2)
+    cluster.run()
+    for _ in range(2):
+        end(cluster, "typo")
+        cluster.run()
+    before = survey_of(cluster).basis
+    assert survey_of(cluster).stands_us == CLAIM_US and survey_of(cluster).fresh
+    state = replace(cluster.state, now_us=cluster.state.now_us + CLAIM_US)
+    after = Survey(state, cluster.policy, survey_of(cluster))
+    assert not after.stands_us and after.basis != before and not after.fresh
 
 
 def test_hardware_incident_stays_of_hardware_where_program_ends_after_it() -> None:

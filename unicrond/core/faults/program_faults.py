@@ -20,6 +20,9 @@ Rules
   (`rules/plan_problems.py`), so it takes none from others. One fault alone may be a neighbour's doing. Where the others
   need all workers it would never show that it is mended: its turn (starvation.py) counts, and `unicronctl set` gives it
   another chance.
+* What such a program frees is claimed anew soon, so for CLAIM_US after its last failure, be it taken back or not, no
+  plan is expected to stand for longer than that. A move of other tasks into its place that pays only later is not made
+  until then (`rules/survey.py`).
 * The task fails after `stuck_max` failures without a new iteration, three loss values that are not finite in one
   iteration, or three early ends without a calm (`deciding/response.py`).
 
@@ -43,6 +46,9 @@ from unicrond.events import vocabulary as v
 BACK_OFF_MAX_US = 60_000_000
 #: Faults from which on people are told that a task is crash-looping.
 LOOPING_MIN = 2
+#: For how long after a program has failed again its place is expected to be claimed anew: its user mends it, takes it
+#: back or submits it once more.
+CLAIM_US = 1_800_000_000
 _SIGNATURE_CHARS = 200
 _TAIL_LINES, _TAIL_CHARS = 20, 2000
 
@@ -206,6 +212,14 @@ def is_failing(task: Task) -> bool:
     calm. One fault alone may be a neighbour's doing, and a task that is failing may never get workers again."""
     crashes = task.troubles.crashes
     return crashes is not None and crashes.fruitless > 0 and crashes.count >= LOOPING_MIN
+
+
+def is_claimed_soon(task: Task, now_us: int) -> bool:
+    """Return whether the task's place is expected to be claimed anew: its program has failed again within CLAIM_US
+    before `now_us` (log time), and has not achieved anything since. That the task has ended meanwhile changes nothing:
+    its user submits it under another name."""
+    crashes = task.troubles.crashes
+    return crashes is not None and now_us - crashes.last_us < CLAIM_US and is_failing(task)
 
 
 def avoided_nodes(task: Task, strikes_max: int, may_leave: Callable[[Task, str], bool]) -> tuple[str, ...]:

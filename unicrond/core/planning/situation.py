@@ -88,13 +88,21 @@ class NodeLoad:
         return self.slots, self.tasks, self.gpu
 
 
+def d_running_us(mtbf_us: int, workers: int, stands_us: int) -> int:
+    """Return D_running, microseconds: the expected time to the next failure among so many workers, at most `stands_us`
+    (0: without a bound)."""
+    next_failure_us = mtbf_us // max(1, workers)
+    return min(next_failure_us, stands_us) if stands_us else next_failure_us
+
+
 @dataclass(frozen=True)
 class Situation:
     """The present shares. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
 
     `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may join.
     `seats_matter`: the problems name the sizes of the nodes (problem.Problem.seats).
-    `gpus`: the types of GPU that are present, or may be again, where these are several.
+    `gpus`: the types of GPU that are present, or may be again, where these are several. `stands_us`: for how long a
+    plan stands at most, whatever fails; 0: without such a bound.
     Raises ProblemError for tasks that are faulty, appear twice, or are on a node without running.
     """
 
@@ -107,6 +115,7 @@ class Situation:
     join_slots: tuple[int, ...] = ()
     seats_matter: bool = False
     gpus: tuple[str, ...] = ()
+    stands_us: int = 0
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.lineup]
@@ -171,8 +180,8 @@ class Situation:
                 return Change(self.workers, launched=task)
 
     def d_running_us(self, workers: int) -> int:
-        """Return the expected time to the next failure among that many workers, in microseconds."""
-        return self.mtbf_us // max(workers, 1)
+        """Return for how long a plan for that many workers is expected to stand, in microseconds."""
+        return d_running_us(self.mtbf_us, workers, self.stands_us)
 
     def after(self, event: NextEvent) -> Problem:
         """Return the problem that the event poses. Raise KeyError for a node or task that is not there."""

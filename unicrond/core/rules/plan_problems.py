@@ -30,7 +30,7 @@ from typing import TypedDict
 from unicrond.core.faults.links import ends_to_leave
 from unicrond.core.planning.feasibility import Seats, seats_matter, seats_of
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
-from unicrond.core.planning.situation import NodeLoad, Situation
+from unicrond.core.planning.situation import NodeLoad, Situation, d_running_us
 from unicrond.core.rules.pinning import Pins, open_capacity, pins_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import NodeStatus, Task
@@ -58,7 +58,7 @@ def problem_of(survey: Survey, pins: Pins | None = None) -> Problem:
     )
     return Problem(
         workers=workers,
-        d_running_us=survey.worker_mtbf_us // max(1, workers),
+        d_running_us=d_running_us(survey.worker_mtbf_us, workers, survey.stands_us),
         d_transition_us=int(policy.transition_s * _SECOND_US),
         tasks=tasks,
         churn_us=int(policy.churn_s * _SECOND_US),
@@ -88,6 +88,7 @@ def situation_of(survey: Survey) -> Situation | None:
         ),
         tasks=problems,
         mtbf_us=survey.worker_mtbf_us,
+        stands_us=survey.stands_us,
         d_transition_us=int(policy.transition_s * _SECOND_US),
         churn_us=int(policy.churn_s * _SECOND_US),
         join_slots=tuple(sorted({node.slots for node in present})),

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from unicrond.core.faults.links import Pair, barred_pairs
-from unicrond.core.faults.program_faults import avoided_nodes, is_failing
+from unicrond.core.faults.program_faults import CLAIM_US, avoided_nodes, is_claimed_soon, is_failing
 from unicrond.core.nodes import brakes, gpu_types, outages
 from unicrond.core.planning.problem import Curve
 from unicrond.core.state.ordered_map import changed
@@ -155,7 +155,7 @@ class Survey:
                     task.submitted_seq,
                     *(("turn",) * (task.name in self.turns)),
                     *(("over quota",) * (task.name in self.over_quota)),
-                    *(("fails",) * (task.name in self.failing)),
+                    *((self._failure_fact(task),) * (task.name in self.failing)),
                     *self.avoided.get(task.name, ()),
                     *(("observed",) * brakes.observes(state, task)),
                     *(f"starts on {node}" for node in self._starts[task.name]),
@@ -270,6 +270,16 @@ class Survey:
         if nodes is None:
             nodes = self._targets[name] = memory_places.targets(self.nodes.services, name)
         return nodes
+
+    @cached_property
+    def stands_us(self) -> int:
+        """Return for how long a plan stands at most, microseconds: CLAIM_US while the place of a failing program is
+        claimed anew soon; 0: without such a bound."""
+        tasks, now_us = self.state.tasks.values(), self.state.now_us
+        return CLAIM_US if any(is_claimed_soon(task, now_us) for task in tasks) else 0
+
+    def _failure_fact(self, task: Task) -> str:
+        return "fails" if is_claimed_soon(task, self.state.now_us) else "fails for long"
 
     @property
     def worker_mtbf_us(self) -> int:
