@@ -19,7 +19,7 @@ from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
 from unicrond.events.host.kubernetes_account import ACCOUNT_DIR
 from unicrond.events.trust.keys import make_key, write_key
-from unicrond.intake.config import load
+from unicrond.intake.config import Config, load
 from unicrond.intake.pod_logins import NodeOfPod
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -219,12 +219,29 @@ def test_head_configuration_is_valid(tmp_path: Path, head: str) -> None:
 def test_head_remembers_its_log_on_volume(head: str) -> None:
     """An empty store never becomes a new log while a head knows another one, though its pod is made anew."""
     text = yaml.safe_load((ROOT / head / "config.yaml").read_text())["data"]["unicron.yaml"]
-    state_dir = Path(yaml.safe_load(text)["state_dir"])
+    settings = yaml.safe_load(text)
+    state_dir = Path(settings["state_dir"])
     (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
     claims = {claim["metadata"]["name"] for claim in found["spec"]["volumeClaimTemplates"]}
     (container,) = found["spec"]["template"]["spec"]["containers"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims}
     assert any(state_dir.is_relative_to(mount) for mount in mounts)
+    assert "log" not in settings and Config(state_dir=str(state_dir)).archive.parent == state_dir, "so does the archive"
+
+
+def test_commands_that_restore_log_fit_pods_and_programs() -> None:
+    """Those of docs/operate/kubernetes.md: the pod's name, the program's flags, the configuration that it has."""
+    page = (ROOT.parents[1] / "docs" / "operate" / "kubernetes.md").read_text()
+    commands = re.findall(r"^\$ kubectl -n training exec (\S+) -- unicrond (restore.*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    for head in ("head", "head-external-nats"):
+        (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
+        (container,) = found["spec"]["template"]["spec"]["containers"]
+        ours = parser().parse_args(container["args"][1:])
+        for pod, words in commands:
+            assert pod == f"{found['metadata']['name']}-0"
+            asked = parser().parse_args(words.split())
+            assert (asked.command, asked.directory, asked.config) == ("restore", None, ours.config)
 
 
 def test_head_may_have_tokens_reviewed_and_nothing_else() -> None:

@@ -428,11 +428,12 @@ class Connection:
 async def connect(
     urls: str | Sequence[str], *, name: str, login: Login | None = None, timeout_s: float | None = None
 ) -> Connection:
-    """Open a lasting connection to a NATS server or cluster. `name`: what `nats server report connections` shows.
+    """Open a lasting connection to a NATS server or cluster. `urls`: as people write them (url.py), or one by one.
+    `name`: what `nats server report connections` shows.
 
     Waits for the first session: without end, or at most `timeout_s` (then LogUnavailable says why).
     """
-    servers = [urls] if isinstance(urls, str) else list(urls)
+    servers = [url.strip() for url in urls.split(",")] if isinstance(urls, str) else list(urls)
     connection = Connection(servers, name=name, login=login or Login())
     await connection.start(timeout_s)
     return connection

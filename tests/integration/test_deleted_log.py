@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 
-from tests.integration.head import config, daemon, get
+from tests.integration.head import UNICROND, config, daemon, get
 from tests.integration.test_known_log import says
-from tests.integration.test_log_life import unicrond
+from tests.integration.test_log_life import is_whole, unicrond, until
+from tests.integration.test_probes import answers, becomes
 from tests.replay.command import unicron_replay
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Login, connect
@@ -58,3 +60,26 @@ async def test_deleted_log_is_restored_by_one_command(tmp_path: Path) -> None:
         after = await asyncio.to_thread(unicron_replay, "digest", "--state-dir", state)
         assert after.stdout == before.stdout and after.stdout
         assert await asyncio.to_thread(get, f"{url}/healthz")
+
+
+async def test_log_is_restored_while_the_next_head_waits_for_it(tmp_path: Path) -> None:
+    """As on Kubernetes, where the pod of the head was made anew before anybody looked: it lives, and waits."""
+    path = config(tmp_path, auth="on")
+    state = tmp_path / "state"
+    async with daemon(path) as (_, url):
+        await asyncio.to_thread(until, "all is archived", lambda: is_whole(url))
+        entries = await deleted(state)
+        await says(url, "NATS has no event log, and this head has read one of")
+    process = await asyncio.create_subprocess_exec(
+        *(UNICROND, "run", "--config", str(path)), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        await answers(url)
+        await says(url, "NATS has no event log, and this head knows one of")
+        done = await asyncio.to_thread(unicrond, "restore", "--config", path, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["last_seq"] == len(entries)
+        await becomes(url, "/readyz", 200)
+    finally:
+        process.send_signal(signal.SIGINT)
+        await asyncio.wait_for(process.wait(), 30)

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.head import UNICROND, config, daemon, get
@@ -87,6 +88,55 @@ async def test_lost_head_is_restored_from_backup(tmp_path: Path) -> None:
         assert sorted(tasks) == ["a", "b"]
     checked = await asyncio.to_thread(unicron_replay, "verify", "--state-dir", state)  # it is stopped now
     assert checked.returncode == 0 and "verified: every decision equals" in checked.stdout, checked.stderr
+
+
+def archiver_of(process: asyncio.subprocess.Process) -> psutil.Process | None:
+    """The process that archives for this head."""
+    children = psutil.Process(process.pid).children()
+    return next((child for child in children if child.cmdline()[-1:] == ["unicrond archive"]), None)
+
+
+def alarms(url: str) -> str:
+    return str(get(f"{url}/healthz")["alarms"])
+
+
+def is_whole(url: str) -> bool:
+    health = get(f"{url}/healthz")
+    return "archive-behind" not in str(health["alarms"]) and archived_seq(url) >= int(str(health["seq"]))
+
+
+async def test_head_goes_on_whatever_becomes_of_its_archive(tmp_path: Path) -> None:
+    """No archive can be written; then its process hangs, as on a disk that does; is killed; and the head is."""
+    path = config(tmp_path, f"log: {{archive_lag_s: 0.2, archive_dir: {tmp_path}/volume/archive}}\n")
+    volume = tmp_path / "volume"
+    volume.write_text("not a directory")
+    async with daemon(path) as (process, url):
+        reason = f"[Errno 20] Not a directory: '{volume}/archive'"
+        await asyncio.to_thread(until, "the alarm", lambda: reason in alarms(url))
+        await asyncio.to_thread(submit, url, "a")
+        volume.unlink()
+        volume.mkdir()
+        await asyncio.to_thread(until, "it catches up", lambda: is_whole(url))
+
+        archiver = archiver_of(process)
+        assert archiver is not None
+        archiver.suspend()
+        await asyncio.to_thread(submit, url, "b")
+        await asyncio.to_thread(until, "the alarm", lambda: "archive-behind" in alarms(url))
+        archiver.resume()
+        await asyncio.to_thread(until, "it catches up", lambda: is_whole(url))
+
+        archiver.kill()
+        await asyncio.to_thread(submit, url, "c")
+        await asyncio.to_thread(until, "another one catches up", lambda: is_whole(url))
+        last = archived_seq(url)
+        archiver = archiver_of(process)
+        assert archiver is not None
+        process.kill()
+        await process.wait()
+        await asyncio.to_thread(archiver.wait, 20)
+    async with daemon(path) as (_, url):
+        await asyncio.to_thread(until, "the next head's goes on", lambda: is_whole(url) and archived_seq(url) > last)
 
 
 def test_damaged_backup_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 import yaml
 
@@ -172,3 +173,39 @@ async def test_concurrent_claims_have_one_winner(tmp_path: Path) -> None:
             claims = (log.claim_term(started(term, f"head:{i}")) for i, log in enumerate(logs))
             outcomes = await asyncio.gather(*claims, return_exceptions=True)
             assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Fence", "Fenced", "Fenced"]
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+async def test_log_deleted_on_three_servers_is_restored_under_training(tmp_path: Path) -> None:
+    async with nats_cluster(tmp_path / "nats") as nats, head(tmp_path, nats) as cluster:
+        connection = await connect(nats.urls, name="somebody", login=nats.login, timeout_s=TIMEOUT_S)
+        await cluster.until("the coordinator and both nodes are there", lambda s: len(s.nodes) == len(NODES))
+        await cluster.submit()
+        before = await cluster.trains_on()
+        processes = [psutil.Process(worker.pid) for worker in before.tasks["big"].workers.values()]
+        end = int((await nats_streams.api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]["last_seq"])
+        await nats_streams.api(connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+        deleted_s = time.monotonic()
+        restoring = await asyncio.create_subprocess_exec(
+            *(str(SCRIPTS / "unicrond"), "restore", "--json", "--config", str(tmp_path / "unicron.yaml")),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await restoring.communicate()
+        assert restoring.returncode == 0
+        report = json.loads(output)
+        assert report["last_seq"] >= end and (report["gap"], report["remark"]) == (0, ""), report
+        restored_s = time.monotonic()
+        await cluster.until("the log goes on", lambda s: s.seq > report["last_seq"])
+        goes_on_s = time.monotonic()
+        after = await cluster.trains_on(before)
+        assert all(process.is_running() for process in processes) and not after.closed_incidents
+        assert after.tasks["big"].generation == before.tasks["big"].generation and after.term == before.term
+        processes[0].kill()
+        killed_s = time.monotonic()
+        await cluster.until("it is decided", lambda s: s.tasks["big"].generation > before.tasks["big"].generation)
+        print(
+            f"restored in {restored_s - deleted_s:.1f} s, {end - report['last_seq']} entries lost; the log goes on "
+            f"{goes_on_s - restored_s:.2f} s later; the next fault decided in {time.monotonic() - killed_s:.2f} s"
+        )
+        await connection.close()

@@ -120,7 +120,7 @@ async def _on_servers(
         if contents is None:
             return ""
         directory = _adopt(config, directory)
-        with tempfile.TemporaryDirectory(prefix="unicrond-restore-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="restore-", dir=config.state_dir) as scratch:  # a disk, with room
             await restoration.restore_stream(
                 target,
                 operator,

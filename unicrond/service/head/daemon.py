@@ -135,7 +135,8 @@ async def _serve(config: Config, orders: Orders, lease: StoreLease) -> None:
             if server is not None:
                 await unless_stopped(orders.stop, _start(server))
                 has_begun = True
-            links = await unless_stopped(orders.stop, _links(config, orders, server, connections, status))
+            async with _running(server):  # also while its log is awaited: who restores that starts it anew
+                links = await unless_stopped(orders.stop, _links(config, orders, server, connections, status))
             if orders.new_log:
                 await _adopt_archive(config, links.connection)
             try:
@@ -373,6 +374,18 @@ def _promises(config: Config, links: Links, head: Head | None) -> Promises:
         is_embedded=links.server is not None,
         has_others=lambda: head is not None and (head.standing_by or not head.leads),
     )
+
+
+@asynccontextmanager
+async def _running(server: EmbeddedServer | None) -> AsyncIterator[None]:
+    """Keep the embedded server running as long as the context lasts; None: there is none."""
+    keeping = asyncio.create_task(_keep_running(server)) if server is not None else None
+    try:
+        yield
+    finally:
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def _keep_running(server: EmbeddedServer) -> None:
