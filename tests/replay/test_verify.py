@@ -191,8 +191,10 @@ def test_verify_skips_decisions_of_old_term() -> None:
 # --- node losses from heartbeats -----------------------------------------------------------------
 
 
-def beat(node: str, seq: int, at_us: int, boot: int = 1, number: int = 0) -> RecordedEvent:
-    said = v.Heartbeat(node=node, agent_boot=boot, beat=number or seq, workers=0, load_milli=0, memory_free_bytes=0)
+def beat(node: str, seq: int, at_us: int, boot: int = 1, number: int = 0, echo: int = 0) -> RecordedEvent:
+    said = v.Heartbeat(
+        node=node, agent_boot=boot, beat=number or seq, workers=0, load_milli=0, memory_free_bytes=0, echo_beat=echo
+    )
     envelope = Envelope(producer=node, boot=boot, number=seq, observed_at_us=at_us, event=said)
     return RecordedEvent(seq, at_us, envelope)
 
@@ -217,6 +219,39 @@ def silent_node(silence_us: int) -> tuple[list[RecordedEvent], list[RecordedEven
     evidence = v.Evidence(beat_seq=last.seq, beat_at_us=last.recorded_at_us)
     cluster.append(v.NodeLost(node="n2", evidence=evidence, reason="silent"), "coordinator", cluster.state.term)
     return cluster.log, beats
+
+
+def deaf_node(deaf: str, heartbeats: int) -> tuple[list[RecordedEvent], list[RecordedEvent]]:
+    """Two nodes beat; after ten heartbeats no beat comes back to `deaf`. After so many more n2 is declared lost."""
+    cluster = MiniCluster(1)
+    cluster.add_host("n1")
+    cluster.add_host("n2")
+    cluster.run()
+    beats: list[RecordedEvent] = []
+    for tick in range(2 * (10 + heartbeats)):
+        cluster.now_us += HEARTBEAT_US // 2
+        for name in ("coordinator", "n1", "n2") if tick % 2 else ("coordinator",):
+            number = tick // 2 + 1 if name != "coordinator" else tick + 1
+            echo = 0 if name == "coordinator" else min(number - 1, 10) if name == deaf else number - 1
+            beats.append(beat(name, len(beats) + 1, cluster.now_us, number=number, echo=echo))
+    last = [each for each in beats if each.envelope.producer == "n2"][-1]
+    cluster.now_us += 300_000
+    evidence = v.Evidence(beat_seq=last.seq, beat_at_us=last.recorded_at_us)
+    lost = v.NodeLost(node="n2", evidence=evidence, reason="heard, and hears nothing")
+    cluster.append(lost, "coordinator", cluster.state.term)
+    return cluster.log, beats
+
+
+def test_verify_proves_loss_of_node_that_hears_nothing() -> None:
+    findings = verify(*deaf_node("n2", 3))
+    assert (findings.node_verdicts, findings.unverifiable) == (1, [])
+
+
+@pytest.mark.parametrize(("deaf", "heartbeats"), [("n1", 4), ("n2", 2), ("", 4)])
+def test_verify_finds_loss_of_node_that_heard(deaf: str, heartbeats: int) -> None:
+    with pytest.raises(Divergence) as caught:
+        verify(*deaf_node(deaf, heartbeats))
+    assert "do not support it: the last one of n2 was beat" in caught.value.decided_again[0]
 
 
 def test_verify_proves_node_loss_from_beats() -> None:

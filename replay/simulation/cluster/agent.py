@@ -423,7 +423,7 @@ class SimulatedAgent(Shell):
         return min(self.schema, spoken_schema(started.version)) if started else FIRST
 
     async def _send_beats(self) -> None:
-        beats = BeatEnd(self.host.beats, self.host.link)
+        beats = BeatEnd(self.host.beats, self.host.link, self.heard_own_beat)
         await self.has_inventory.wait()
         while True:
             await beats.publish(self.beat(load_milli=0, memory_free_bytes=0))

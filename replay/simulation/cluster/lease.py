@@ -121,7 +121,7 @@ class LeaseEnd:
 
     async def listen(self, on_news: Callable[[], object], on_beat: Callable[[int], object]) -> None:
         """Call back on news and on the coordinator's beats; see Lease."""
-        self._lease.on_news.append(lambda: self._link.send(on_news))
+        self._lease.on_news.append(lambda: self._link.send(on_news, back=True))
         self._beats.listen_to(COORDINATOR, self._link, on_beat)
 
     async def _ask(self, request: Callable[[], T]) -> T:
@@ -136,7 +136,7 @@ class LeaseEnd:
             """Answer the request, if the server is up."""
             if self._server.up:
                 answer = request()
-                self._link.send(lambda: take(answer))
+                self._link.send(lambda: take(answer), back=True)
 
         self._link.send(arrive)
         ready, _ = await asyncio.wait([future], timeout=ANSWER_S)

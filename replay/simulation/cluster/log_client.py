@@ -97,7 +97,7 @@ class Endpoint:
                 for entry in server.entries[seq:end_seq]:
                     seq += 1
                     yield entry
-            elif self.link.cut:
+            elif not self.link.carries(back=True):
                 await asyncio.sleep(0.1)  # a cut link does not announce its end
             else:
                 await growth.wait()
@@ -106,7 +106,7 @@ class Endpoint:
         """Do nothing: there is nothing to release."""
 
     def _reaches(self) -> bool:
-        return self._server.up and not self.link.cut
+        return self._server.up and self.link.carries(back=True)
 
     async def _ask(self, request: Callable[[Reply], None]) -> Any:
         loop = asyncio.get_running_loop()
@@ -120,7 +120,7 @@ class Endpoint:
 
             def reply(answer: object, take: Callable[[object], None] = take) -> None:
                 """Send the answer back over the link."""
-                self.link.send(lambda: take(answer))
+                self.link.send(lambda: take(answer), back=True)
 
             self.link.send(lambda reply=reply: request(reply))  # type: ignore[misc]
             ready, _ = await asyncio.wait([future], timeout=ANSWER_S)
@@ -156,7 +156,7 @@ class Beats:
             self.seq += 1
             beat = RecordedEvent(self.seq, self.wall_us(), envelope)
             for link, callback in list(self.listeners.values()):
-                link.send(lambda callback=callback: callback(beat))  # type: ignore[misc]
+                link.send(lambda callback=callback: callback(beat), back=True)  # type: ignore[misc]
             event = envelope.event
             if isinstance(event, Heartbeat):
                 self.last_boot[event.node] = event.agent_boot
@@ -164,7 +164,8 @@ class Beats:
                 # An agent's own beats change nothing for it: one agent of a name costs no message.
                 is_heard = len(listeners) > 1 or event.node == COORDINATOR
                 for listener_link, on_boot in list(listeners.values()) if is_heard else ():
-                    listener_link.send(lambda on_boot=on_boot, boot=event.agent_boot: on_boot(boot))  # type: ignore[misc]
+                    boot = event.agent_boot
+                    listener_link.send(lambda on_boot=on_boot, boot=boot: on_boot(boot), back=True)  # type: ignore[misc]
 
     def listen(self, link: Link, callback: Callable[[RecordedEvent], None]) -> int:
         """Call back on beats from now on; return a number by which to stop."""
@@ -181,17 +182,20 @@ class Beats:
 
 
 class BeatEnd:
-    """A BeatLog over one link."""
+    """A BeatLog over one link. `on_echo`: called with the number of each beat that comes back."""
 
-    def __init__(self, beats: Beats, link: Link) -> None:
+    def __init__(self, beats: Beats, link: Link, on_echo: Callable[[int], object] = lambda _: None) -> None:
         self._beats = beats
         self._link = link
+        self._on_echo = on_echo
 
     async def publish(self, envelope: Envelope) -> None:
         """Send a beat, which a cut link loses; see BeatLog. Raises TypeError on anything but a Heartbeat."""
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         self._link.send(lambda: self._beats.take(envelope))
+        if self._link.hears:  # a connection repeats what it loses: where it carries back, each beat comes back at last
+            self._on_echo(envelope.number)
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
         """Yield the beats from now on; see BeatLog."""
@@ -240,7 +244,7 @@ class CommandEnd:
                 await self._send_until_received(lambda seq=seq: server.acknowledge(self._node, seq))  # type: ignore[misc]
 
     def _reaches(self) -> bool:
-        return self._server.up and not self._link.cut
+        return self._server.up and self._link.carries(back=True)
 
     async def _send_until_received(self, request: Callable[[], None]) -> None:
         """Repeat the request until the server has received it; that may be late, or only after the entry has been

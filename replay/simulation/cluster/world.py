@@ -307,6 +307,7 @@ class World:
         self.coordinators.keep()
         for link in self.links():
             link.cut = False
+            link.hears = link.is_heard = True
             link.heal()
         self.training.reach.heal()
         self.training.link_breakers.clear()

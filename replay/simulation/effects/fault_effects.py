@@ -271,8 +271,13 @@ def _break_fork_line(world: World, fault: SimulatedFault) -> None:
 
 
 def _cut_log(world: World, fault: SimulatedFault) -> None:
-    """Cut the nodes off from the log alone: their workers continue with their peers."""
+    """Cut the nodes off from the log alone: their workers continue with their peers. `hears`, `is_heard` (in tests):
+    that way only."""
     for host in hosts_of(world, fault):
+        if fault.how:
+            setattr(host.link, fault.how, False)
+            until(world, fault, lambda host=host: setattr(host.link, fault.how, True))  # type: ignore[misc]
+            continue
         host.link.cut = True
         if fault.pick == 5:
             world.loop.call_later(0.8 * fault.for_s, people_effects.forget, world, host)

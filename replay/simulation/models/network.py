@@ -23,7 +23,8 @@ _NEXT_S = 1e-6
 
 
 class Link:
-    """One machine's link to the log. `cut`: nothing passes; `loss`, `repeats`: probabilities of a message.
+    """One machine's link to the log. `cut`: nothing passes; `hears`, `is_heard`: what the log says arrives, and what
+    the machine says; `loss`, `repeats`: probabilities of a message.
 
     `in_order`: as one connection has it; connections that break and are made again can bring older messages later."""
 
@@ -32,6 +33,7 @@ class Link:
         self._rng = rng
         self._last_at = 0.0
         self.cut = False
+        self.hears = self.is_heard = True
         self.heal()
 
     def heal(self) -> None:
@@ -44,24 +46,28 @@ class Link:
     @property
     def is_sound(self) -> bool:
         """Check that it carries everything, in order."""
-        return not self.cut and not self.loss and self.in_order
+        return self.carries() and self.carries(back=True) and not self.loss and self.in_order
 
-    def send(self, deliver: Callable[[], object]) -> None:
-        """Deliver later, perhaps never, perhaps twice."""
+    def carries(self, *, back: bool = False) -> bool:
+        """Return whether anything passes to the log, or `back` from it."""
+        return not self.cut and (self.hears if back else self.is_heard)
+
+    def send(self, deliver: Callable[[], object], *, back: bool = False) -> None:
+        """Deliver later, perhaps never, perhaps twice. `back`: from the log."""
         copies = 2 if self.repeats and self._rng.random() < self.repeats else 1
         for _ in range(copies):
-            if not self.cut and not (self.loss and self._rng.random() < self.loss):
+            if self.carries(back=back) and not (self.loss and self._rng.random() < self.loss):
                 at = self._loop.time() + self.travel_s()
                 if self.in_order:
                     at = self._last_at = max(self._last_at + _NEXT_S, at)
-                self._loop.call_at(at, self._arrive, deliver)
+                self._loop.call_at(at, self._arrive, deliver, back)
 
     def travel_s(self) -> float:
         """Draw how long one message travels, seconds."""
         return self._rng.uniform(*self.delay_s)
 
-    def _arrive(self, deliver: Callable[[], object]) -> None:
-        if not self.cut:
+    def _arrive(self, deliver: Callable[[], object], back: bool) -> None:
+        if self.carries(back=back):
             deliver()
 
 
