@@ -38,6 +38,8 @@ from unicrond.events.wire.envelope import Entry, RecordedEvent
 logger = logging.getLogger(__name__)
 
 BATCH = 1000
+#: Who begins to follow reads the newest segment through first.
+SEGMENT_BYTES = 8 * 2**20
 #: So many entries may wait in memory; then reading waits.
 _ROOM = 10 * BATCH
 #: How often the stream is asked whether it is still there, and how long it may not answer.
@@ -90,7 +92,7 @@ class ArchiveFollower:
         log = NatsEventLog(self._connection, proof=LogProof(reader="this archive"))
         if problem := await self._problem():  # before the lock is taken: who restores the log needs it
             raise LogError(problem)
-        writer = SegmentWriter(self._directory)
+        writer = SegmentWriter(self._directory, segment_bytes=SEGMENT_BYTES)
         reading: asyncio.Task[None] | None = None
         try:
             await _apart(writer.repair)
