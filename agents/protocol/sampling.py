@@ -33,9 +33,10 @@ def samples_digest(iteration: int, samples: Iterable[int]) -> int:
     return sum(sample_hash(iteration, sample) for sample in samples) % DIGEST_MODULUS
 
 
-def work_seed(seed: int, iteration: int, micro_batch: int) -> int:
-    """Return the seed of every random number for one micro-batch, in [0, 2**62), the same on every replica."""
-    digest = blake2b(f"work:{seed}:{iteration}:{micro_batch}".encode(), digest_size=8).digest()
+def work_seed(seed: int, iteration: int, micro_batch: int, purpose: str = "work") -> int:
+    """Return the seed of every random number for one micro-batch, in [0, 2**62), the same on every replica. `purpose`:
+    "data" for those that its loading draws."""
+    digest = blake2b(f"{purpose}:{seed}:{iteration}:{micro_batch}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**62
 
 

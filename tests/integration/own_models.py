@@ -9,6 +9,7 @@ process that unicrond did not start, the same loop is a local one.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -109,6 +110,19 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return rows, (rows[:, :CLASSES] + 0.1 * rows[:, -CLASSES:]).argmax(1)
 
 
+class Jittered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The rows with noise that is drawn when they are read."""
+
+    def __init__(self) -> None:
+        self.rows, self.classes = data()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rows[sample] + 0.1 * torch.randn(WIDTH) + random.random(), self.classes[sample]
+
+
 def main(case: str, iterations: int, global_batch: int, micro_batch: int) -> None:
     """Train through all iterations, and print a line after each."""
     torch.manual_seed(1)
@@ -126,11 +140,18 @@ def main(case: str, iterations: int, global_batch: int, micro_batch: int) -> Non
     rows, classes = data()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=2, enabled=case == "scaled")
     hook = Hook.attach_or_local(
-        Local(iterations, global_batch, micro_batch), model, optimizer, scheduler, dataset_size=SAMPLES
+        Local(iterations, global_batch, micro_batch),
+        model,
+        optimizer,
+        scheduler,
+        dataset_size=None if case == "loaded" else SAMPLES,
     )
+    loader = hook.loader(Jittered(), num_workers=1) if case == "loaded" else None
     hook.register("scaler", scaler)
     for step in hook.steps():
-        for number in step:
+        for noisy_rows, noisy_classes in loader(step) if loader else ():
+            step.backward(torch.nn.functional.cross_entropy(model(noisy_rows), noisy_classes))
+        for number in step if loader is None else ():
             step.seed(number)
             places = list(step.samples(number))
             with torch.autocast("cpu", torch.float16, enabled=case == "scaled"):

@@ -81,6 +81,7 @@ CASES = (
     "tied",
     "eager",
     "compiled",
+    "loaded",
 )
 
 

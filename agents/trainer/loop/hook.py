@@ -38,8 +38,9 @@ from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
 from unicrond.agents.trainer.loop import examination
 from unicrond.agents.trainer.loop.driver import LifecycleDriver, make_driver, plain_accumulation
+from unicrond.agents.trainer.loop.loader import Loader, sampling_over
 from unicrond.agents.trainer.loop.local import Local as Local
-from unicrond.agents.trainer.loop.local import LocalHook
+from unicrond.agents.trainer.loop.local import LocalHook, backward
 from unicrond.agents.trainer.process import context, determinism
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
@@ -74,7 +75,7 @@ class Step:
     def is_last(self) -> bool:
         """Return whether training ends after this iteration; known once the step is agreed."""
         member = self._hook._driver.member
-        return self.agreed and (member.stop_agreed or self.iteration >= member.launch.spec.iterations)
+        return self.agreed and (member.stop_agreed or self.iteration >= self._hook.iterations)
 
     def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
         """Yield lists of micro-batches: all that are left (pipeline schedules want them at once), or `at_most` each."""
@@ -83,6 +84,11 @@ class Step:
     def upcoming(self, count: int) -> list[int]:
         """Return the micro-batches that this replica computes after the next `count`, as assigned now."""
         return self._hook._driver.member.ledger.remaining()[count:]
+
+    def backward(self, loss: torch.Tensor, *, tokens: int | None = None, mean: bool = True) -> None:
+        """Compute the micro-batch's gradients, and add its loss: a mean over `tokens` (None: over its samples), or with
+        mean=False the sum."""
+        self.add(*backward(loss, tokens or self._hook.micro_batch, is_mean=mean))
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Add the sum of the token losses and the number of tokens of the micro-batches just computed (both 0 in
@@ -192,6 +198,31 @@ class Hook:
     def replicas(self) -> int:
         """Return the number of replicas in the present group; 0 before the first step."""
         return len(self._driver.member.peers)
+
+    @property
+    def iterations(self) -> int:
+        """Return after which iteration the task's training ends."""
+        return self._context.launch.spec.iterations
+
+    @property
+    def global_batch(self) -> int:
+        """Return the samples of one iteration of the task."""
+        return self._context.launch.spec.global_batch
+
+    @property
+    def micro_batch(self) -> int:
+        """Return the samples of one micro-batch of the task."""
+        return self._context.launch.spec.micro_batch
+
+    def loader(self, dataset: Any, **options: Any) -> Loader:
+        """Return a loader of the micro-batches of a map-style dataset (`loader.py`): `for batch in loader(step)`.
+
+        Options: `collate_fn`, `num_workers` (0: the training process loads), `prefetch` (micro-batches ahead for each
+        of them; 2), and `pin_memory`, `worker_init_fn`, `multiprocessing_context`, `timeout` of torch's DataLoader.
+        Before the first step. Raises BadLoader."""
+        driver = self._driver
+        driver.sampling = sampling_over(dataset, driver.sampling, has_begun=driver.member.state != "new")
+        return Loader(dataset, driver.sampling, lambda: self.iterations, **options)
 
     @property
     def sums(self) -> Accumulation:

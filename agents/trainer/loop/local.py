@@ -19,6 +19,7 @@ from unicrond.agents.protocol.sampling import Sampling, work_seed
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
 from unicrond.agents.trainer.lifecycle.ledger import to_fixed_point
 from unicrond.agents.trainer.loop.examination import Examination
+from unicrond.agents.trainer.loop.loader import Loader, sampling_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class Local:
     global_batch: int = 8
     micro_batch: int = 1
     seed: int = 1234
+
+
+def backward(loss: torch.Tensor, tokens: int, *, is_mean: bool) -> tuple[torch.Tensor, int]:
+    """Compute the gradients of a micro-batch's sum of losses; return that sum and `tokens`. `is_mean`: the loss is the
+    mean over the tokens."""
+    loss_sum = loss * tokens if is_mean else loss
+    loss_sum.backward()
+    return loss_sum.detach(), tokens
 
 
 class LocalStep:
@@ -53,6 +62,14 @@ class LocalStep:
     def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
         """Yield all micro-batches, in order, in lists of `at_most`."""
         yield from self._hook._lists(self, at_most)
+
+    def upcoming(self, count: int) -> list[int]:
+        """Return the micro-batches after the next `count`, the present one among them."""
+        return list(range(self._hook._first + count, self._hook.global_batch // self._hook.micro_batch))
+
+    def backward(self, loss: torch.Tensor, *, tokens: int | None = None, mean: bool = True) -> None:
+        """Compute the micro-batch's gradients, and add its loss and tokens; see `hook.Step.backward`."""
+        self.add(*backward(loss, tokens or self._hook.micro_batch, is_mean=mean))
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Add the loss and the tokens of the micro-batches just computed."""
@@ -90,8 +107,24 @@ class LocalHook:
     _registered: dict[str, Any] = field(default_factory=dict)
     _on_finish: Callable[[], None] | None = None
     _iteration: int = 0
+    _first: int = 0
     _loss_sum: float = 0.0
     _tokens: int = 0
+
+    @property
+    def iterations(self) -> int:
+        """Return after which iteration training ends."""
+        return self.task.iterations
+
+    @property
+    def global_batch(self) -> int:
+        """Return the samples of one iteration."""
+        return self.task.global_batch
+
+    @property
+    def micro_batch(self) -> int:
+        """Return the samples of one micro-batch."""
+        return self.task.micro_batch
 
     @staticmethod
     def create(
@@ -125,6 +158,7 @@ class LocalHook:
         micro_batches = list(range(self.task.global_batch // self.task.micro_batch))
         size = at_most or len(micro_batches)
         for first in range(0, len(micro_batches), size):
+            self._first = first
             self.sums.begin_micro_batches()
             yield micro_batches[first : first + size]
             self.sums.end_micro_batches(micro_batches[first : first + size])
@@ -133,6 +167,11 @@ class LocalHook:
         places = [(start, self.sums.copy(bucket)) for bucket, (start, _) in enumerate(self.sums.spans)]
         self.sums.settle(places, self._tokens)
         step.loss, step.agreed = self._loss_sum / self._tokens, True
+
+    def loader(self, dataset: Any, **options: Any) -> Loader:
+        """Return a loader of the dataset's micro-batches; see `hook.Hook.loader`. Raises BadLoader."""
+        self._sampling = sampling_over(dataset, self._sampling, has_begun=self._iteration > 0)
+        return Loader(dataset, self._sampling, lambda: self.iterations, **options)
 
     def stop(self, reason: str) -> None:
         """Have training end after this iteration. Raises ValueError without a reason."""

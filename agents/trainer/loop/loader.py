@@ -1,0 +1,251 @@
+"""Loads a dataset's micro-batches ahead of the loop, in processes of torch's DataLoader.
+
+    loader = hook.loader(dataset, collate_fn=collate, num_workers=4)
+    for step in hook.steps():
+        for batch in loader(step):                  # this replica's micro-batches, more of them after a peer's death
+            step.backward(model(batch))
+        optimizer.step()
+
+Rules
+-----
+* What a micro-batch holds is a function of the task's seed, the iteration and its number alone: the samples are those
+  of `step.samples`, and every random number that the dataset draws is seeded for it, in whichever process it is loaded.
+  So there is no state to save, and whoever has to load a micro-batch again gets the same.
+* Which micro-batches come next is a forecast: what is left of this iteration, then the same ones in each that follows,
+  as they are while nobody dies or joins. A micro-batch outside the forecast is loaded in the training process; one that
+  nobody asks for is dropped, with whatever its loading raised.
+* Reading counts as reading: an exception or a hang there is reported as one of the data.
+
+What does not live here: who computes which micro-batch (lifecycle/micro_batch_assignment.py), which samples it has
+(protocol/sampling.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from unicrond.agents.protocol.sampling import Sampling, work_seed
+
+MAX_WORKERS = 1024
+#: Arguments of torch's DataLoader that `hook.loader` passes on.
+PASSED_ON = ("pin_memory", "worker_init_fn", "multiprocessing_context", "timeout")
+
+
+class BadLoader(ValueError):
+    """The loader cannot be made: one line with the argument and the fix."""
+
+
+class LoaderStep(Protocol):
+    """A step, as far as the loader needs it: `hook.Step`, `local.LocalStep`."""
+
+    iteration: int
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def upcoming(self, count: int) -> list[int]:
+        """Return the micro-batches that this replica computes after the next `count`."""
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Mark what reads data."""
+
+    def seed(self, micro_batch: int) -> None:
+        """Seed every random number drawn for the micro-batch."""
+
+
+class _WorkPlace(NamedTuple):
+    """A micro-batch of an iteration."""
+
+    iteration: int
+    micro_batch: int
+
+
+class _Order(NamedTuple):
+    """What a process is to load: these samples, with random numbers from this seed."""
+
+    seed: int
+    samples: tuple[int, ...]
+
+
+class _SeededDataset:
+    """The program's dataset, which torch's fetcher asks for whole micro-batches (`__getitems__`)."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, orders: Sequence[_Order]) -> list[Any]:
+        (order,) = orders
+        random.seed(order.seed)
+        numpy.random.seed(order.seed % 2**32)
+        torch.default_generator.manual_seed(order.seed)
+        if fetch := getattr(self.dataset, "__getitems__", None):
+            return list(fetch(list(order.samples)))
+        return [self.dataset[sample] for sample in order.samples]
+
+
+class _Forecast:
+    """The micro-batches that this replica is going to compute, in their order; iterable once by torch's DataLoader.
+    `course`: those of one iteration; `under_way`: those that it has taken and whose batches have not come back."""
+
+    def __init__(self, order: Callable[[_WorkPlace], _Order], iterations: Callable[[], int]) -> None:
+        self.under_way: deque[_WorkPlace] = deque()
+        self.has_ended = False
+        self.course: list[int] = []
+        self._order = order
+        self._iterations = iterations
+        self._iteration = 0
+        self._places: deque[_WorkPlace] = deque()
+        self._taken: set[_WorkPlace] = set()
+
+    def begin(self, iteration: int, course: list[int]) -> None:
+        """Begin with these micro-batches of an iteration, but those that were taken before."""
+        self.course, self._iteration = course, iteration
+        self._taken = {place for place in self._taken if place.iteration >= iteration}
+        self._places = deque(self._places_of(iteration))
+
+    def holds(self, place: _WorkPlace) -> bool:
+        """Return whether the place is still to come."""
+        return place in self.under_way or (place in self._places and not self.has_ended)
+
+    def _places_of(self, iteration: int) -> list[_WorkPlace]:
+        places = [_WorkPlace(iteration, micro_batch) for micro_batch in self.course]
+        return [place for place in places if place not in self._taken]
+
+    def __iter__(self) -> Iterator[list[_Order]]:
+        while True:
+            while not self._places:
+                if self._iteration >= self._iterations() or not self.course:
+                    self.has_ended = True
+                    return
+                self._iteration += 1
+                self._places.extend(self._places_of(self._iteration))
+            place = self._places.popleft()
+            self.under_way.append(place)
+            self._taken.add(place)
+            yield [self._order(place)]
+
+
+class Loader:
+    """The micro-batches of one dataset. `iterations`: returns how many the task has."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampling: Sampling,
+        iterations: Callable[[], int],
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        **options: Any,
+    ) -> None:
+        if not 0 <= num_workers <= MAX_WORKERS or prefetch < 1:
+            raise BadLoader(
+                f"hook.loader(num_workers={num_workers}, prefetch={prefetch}): give 0 to {MAX_WORKERS} processes, and "
+                "at least one micro-batch ahead for each"
+            )
+        if name := next((name for name in options if name not in PASSED_ON), None):
+            raise BadLoader(
+                f"hook.loader({name}=...): the task says what a batch is (global_batch, micro_batch, seed); of torch's "
+                f"DataLoader it takes {', '.join(PASSED_ON)}"
+            )
+        self._dataset = _SeededDataset(dataset)
+        self._sampling = sampling
+        self._iterations = iterations
+        self._collate = collate_fn or default_collate
+        self._num_workers = num_workers
+        self._options = {"prefetch_factor": prefetch, **options}
+        self._forecast = _Forecast(self._order, iterations)
+        self._batches: Iterator[Any] | None = None
+        #: Batches that came before their time.
+        self._early: dict[_WorkPlace, Any] = {}
+        self._iteration = 0
+
+    def __call__(self, step: LoaderStep) -> Iterator[Any]:
+        """Yield the batch of each micro-batch of the step, all random numbers seeded for it."""
+        for micro_batch in step:
+            with step.loading():
+                batch = self._batch(_WorkPlace(step.iteration, micro_batch), [micro_batch, *step.upcoming(1)])
+            step.seed(micro_batch)
+            yield batch
+
+    def _batch(self, place: _WorkPlace, remaining: list[int]) -> Any:
+        """Return one batch. `remaining`: what this replica computes in this iteration, from this micro-batch on."""
+        if not self._num_workers:
+            return self._load_here(place)
+        if place.iteration != self._iteration:
+            self._begin_iteration(place, remaining)
+        if place in self._early:
+            return self._early.pop(place)
+        while self._batches is not None and self._forecast.holds(place):
+            arrival = self._forecast.under_way[0]
+            try:
+                batch = next(self._batches)
+            except Exception:
+                if arrival == place:
+                    raise
+            else:
+                if arrival == place:
+                    return batch
+                if arrival.iteration >= place.iteration:
+                    self._early[arrival] = batch
+            finally:
+                self._forecast.under_way.popleft()
+                if self._forecast.has_ended and not self._forecast.under_way:
+                    self._batches = None  # nothing is left to load: the processes end
+        return self._load_here(place)
+
+    def _begin_iteration(self, place: _WorkPlace, remaining: list[int]) -> None:
+        """Drop what is past, and begin a new forecast where another membership gives this replica other work."""
+        self._iteration = place.iteration
+        self._early = {early: batch for early, batch in self._early.items() if early.iteration >= place.iteration}
+        forecast = self._forecast
+        if self._batches is None:
+            self._forecast = _Forecast(self._order, self._iterations)
+            self._forecast.begin(place.iteration, remaining)
+            self._batches = iter(self._processes())
+        elif forecast.course != remaining or not (place in self._early or forecast.holds(place)):
+            forecast.begin(place.iteration, remaining)
+
+    def _processes(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._dataset,
+            batch_sampler=self._forecast,
+            collate_fn=self._collate,
+            num_workers=self._num_workers,
+            generator=torch.Generator(),  # or it draws from the program's random numbers
+            **self._options,
+        )
+
+    def _order(self, place: _WorkPlace) -> _Order:
+        seed = work_seed(self._sampling.seed, *place, purpose="data")
+        return _Order(seed, self._sampling.samples(*place))
+
+    def _load_here(self, place: _WorkPlace) -> Any:
+        return self._collate(self._dataset.__getitems__([self._order(place)]))
+
+
+def sampling_over(dataset: Any, sampling: Sampling, *, has_begun: bool) -> Sampling:
+    """Return the task's sampling over this dataset. Raises BadLoader."""
+    if has_begun:
+        raise BadLoader("hook.loader(...): make it before the first step")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise BadLoader(
+            "hook.loader(dataset): a map-style dataset is needed (`__getitem__`, `__len__`), or no replica could load "
+            "what another one has lost; read a stream by `step.samples`, which counts up without end"
+        )
+    if len(dataset) < 1:
+        raise BadLoader("hook.loader(dataset): it is empty")
+    if sampling.dataset_size not in (None, len(dataset)):
+        raise BadLoader(
+            f"hook.loader(dataset): it has {len(dataset)} samples, and dataset_size is {sampling.dataset_size}: leave "
+            "dataset_size out of Hook.attach; of several datasets each needs as many"
+        )
+    return replace(sampling, dataset_size=len(dataset))

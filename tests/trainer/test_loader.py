@@ -1,0 +1,212 @@
+"""The loader gives each micro-batch the same samples and random numbers, whoever loads it and whatever was foreseen."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from tests.seeds import at_most
+from unicrond import Hook, Local
+from unicrond.agents.protocol.sampling import Sampling
+from unicrond.agents.trainer.loop.loader import BadLoader, Loader, sampling_over
+
+SAMPLING = Sampling(7, 8, 2, 23)
+ITERATIONS = 6
+
+
+class Noisy:
+    """23 samples with noise from every generator; the fifth can be broken."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, sample: int) -> tuple[torch.Tensor, int]:
+        if sample == self.broken:
+            raise OSError(f"sample {sample} cannot be read")
+        return torch.tensor([sample, random.random(), numpy.random.rand(), torch.rand(()).item()]).double(), os.getpid()
+
+
+class Scripted:
+    """A step of one replica: these micro-batches, and where a peer dies these others."""
+
+    def __init__(self, iteration: int, micro_batches: list[int], extra: list[int]) -> None:
+        self.iteration = iteration
+        self.left = list(micro_batches)
+        self.extra = list(extra)
+        self.seeds: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        while self.left or self.extra:
+            if not self.left:
+                self.left, self.extra = self.extra, []
+            yield self.left[0]
+            self.left.pop(0)
+
+    def upcoming(self, count: int) -> list[int]:
+        return self.left[count:]
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def seed(self, micro_batch: int) -> None:
+        self.seeds.append(micro_batch)
+
+
+def make(num_workers: int = 0, dataset: Any = None, **options: Any) -> Loader:
+    return Loader(dataset or Noisy(), SAMPLING, lambda: ITERATIONS, num_workers=num_workers, **options)
+
+
+def expected(iteration: int, micro_batch: int) -> torch.Tensor:
+    return make()._load_here((iteration, micro_batch))[0]
+
+
+WANTED = {(i, m): expected(i, m) for i in range(1, ITERATIONS + 1) for m in range(4)}
+
+
+class InOrder:
+    """In the place of torch's processes: the batches in the order in which the forecast names them, two ahead."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self.orders = loader, iter(loader._forecast)
+        self.ahead = [order for _ in range(2) if (order := next(self.orders, None))]
+        self.handed = [order[0] for order in self.ahead]
+
+    def __iter__(self) -> InOrder:
+        return self
+
+    def __next__(self) -> Any:
+        order = self.ahead.pop(0)
+        if (following := next(self.orders, None)) is not None:
+            self.ahead.append(following)
+            self.handed.append(following[0])
+        return self.loader._collate(self.loader._dataset.__getitems__(order))
+
+
+courses = st.lists(st.integers(0, 3), unique=True, max_size=4)
+
+
+@settings(max_examples=at_most(200))
+@given(st.lists(st.tuples(courses, courses), min_size=1, max_size=ITERATIONS), st.integers(0, 2))
+def test_batches_are_the_same_whatever_was_foreseen(course: list[tuple[list[int], list[int]]], again: int) -> None:
+    """Members come and go within an iteration and between two, and an iteration is computed again."""
+    loader = make(1)
+    processes: list[InOrder] = []
+    loader._processes = lambda: processes.append(InOrder(loader)) or processes[-1]  # type: ignore
+    for iteration, (micro_batches, extra) in enumerate(course, 1):
+        step = Scripted(max(1, iteration - again), micro_batches, [m for m in extra if m not in micro_batches])
+        wanted = [*step.left, *step.extra]
+        batches = list(loader(step))
+        assert step.seeds == wanted
+        for micro_batch, (batch, _) in zip(wanted, batches, strict=True):
+            assert torch.equal(batch, WANTED[step.iteration, micro_batch])
+        if wanted:
+            assert all(early.iteration >= step.iteration for early in loader._early), "the others are dropped"
+    assert all(len(run.handed) == len(set(run.handed)) for run in processes), "nothing is loaded twice"
+
+
+def test_processes_load_what_was_foreseen_and_the_loop_the_rest() -> None:
+    loader = make(1)
+    course = [([0, 1], []), ([0, 1], [3]), ([0, 1, 2], []), ([2, 3, 0], [])]
+    for iteration, (micro_batches, extra) in enumerate(course, 1):
+        step = Scripted(iteration, micro_batches, extra)
+        for micro_batch, (batch, pids) in zip([*micro_batches, *extra], loader(step), strict=True):
+            assert torch.equal(batch, WANTED[iteration, micro_batch])
+            is_here = set(pids.tolist()) == {os.getpid()}
+            assert is_here == (iteration == 2 and micro_batch == 3), (iteration, micro_batch)
+
+
+def test_loader_ends_and_goes_on_where_the_task_gets_longer() -> None:
+    length, processes = 2, set()
+    loader = Loader(Noisy(), SAMPLING, lambda: length, num_workers=1)
+    for iteration in range(1, 5):
+        for micro_batch, (batch, pids) in zip([0, 1], loader(Scripted(iteration, [0, 1], [])), strict=True):
+            assert torch.equal(batch, WANTED[iteration, micro_batch])
+            processes.update(pids.tolist())
+        length = 4
+    living = {process.pid for process in multiprocessing.active_children()}
+    assert processes and os.getpid() not in processes and not processes & living, "nothing is left to load"
+
+
+def test_sample_that_cannot_be_read_fails_its_own_micro_batch_alone() -> None:
+    broken = SAMPLING.samples(2, 1)[0]
+    places = [(i, m) for i in (1, 2, 3) for m in (0, 1) if broken in SAMPLING.samples(i, m)]
+    for num_workers in (0, 1):
+        loader, failures = make(num_workers, Noisy(broken)), []
+        for iteration in (1, 2, 3):
+            batches = loader(Scripted(iteration, [0, 1], []))
+            try:
+                assert len(list(batches)) == 2
+            except OSError as error:
+                failures.append(iteration)
+                assert f"sample {broken} cannot be read" in str(error)
+        assert failures == sorted({iteration for iteration, _ in places})
+
+
+def test_what_nobody_asks_for_may_be_broken() -> None:
+    loader = make(1, Noisy(SAMPLING.samples(2, 1)[0]))
+    for iteration, course in ((1, [0, 1]), (2, [0]), (3, [0])):
+        for micro_batch, (batch, _) in zip(course, loader(Scripted(iteration, course, [])), strict=True):
+            assert torch.equal(batch, WANTED[iteration, micro_batch])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "problem"),
+    [
+        (type("Stream", (IterableDataset,), {"__iter__": iter})(), {}, "a map-style dataset is needed"),
+        (object(), {}, "a map-style dataset is needed"),
+        ([], {}, "it is empty"),
+        ([1] * 5, {}, "it has 5 samples, and dataset_size is 23"),
+        (Noisy(), {"num_workers": -1}, "give 0 to 1024 processes"),
+        (Noisy(), {"prefetch": 0}, "at least one micro-batch ahead"),
+        (Noisy(), {"batch_size": 4}, r"hook.loader\(batch_size=...\): the task says what a batch is"),
+        (Noisy(), {"shuffle": True}, "the task says what a batch is"),
+    ],
+)
+def test_loader_that_cannot_be_made_says_what_to_change(dataset: Any, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadLoader, match=problem):
+        Loader(dataset, sampling_over(dataset, SAMPLING, has_begun=False), lambda: 1, **options)
+
+
+def test_loader_is_made_before_the_first_step() -> None:
+    with pytest.raises(BadLoader, match="before the first step"):
+        sampling_over(Noisy(), SAMPLING, has_begun=True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_mean_loss_over_a_loader_trains_as_the_plain_loop(num_workers: int) -> None:
+    """The plain loop: a mean over the batch, one backward."""
+    data = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    samples = [(row, row.sum()) for row in data]
+    plain, ours = (torch.nn.Linear(3, 1) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    plain_sgd, sgd = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours))
+    hook = Hook.attach_or_local(Local(iterations=4, global_batch=6, micro_batch=6), ours, sgd)
+    assert (hook.iterations, hook.global_batch, hook.micro_batch) == (4, 6, 6)
+    loader = hook.loader(samples, num_workers=num_workers)
+    for step in hook.steps():
+        batch = [samples[sample] for sample in step.samples(0)]
+        plain_sgd.zero_grad()
+        rows, sums = (torch.stack(part) for part in zip(*batch, strict=True))
+        loss = torch.nn.functional.mse_loss(plain(rows)[:, 0], sums)
+        loss.backward()
+        plain_sgd.step()
+        for rows, sums in loader(step):
+            step.backward(torch.nn.functional.mse_loss(ours(rows)[:, 0], sums))
+        sgd.step()
+        assert step.loss == pytest.approx(loss.item(), abs=1e-6)
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
