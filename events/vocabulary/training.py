@@ -25,8 +25,8 @@ from unicrond.events.vocabulary.field_types import (
 )
 from unicrond.events.vocabulary.phrases import count, seconds
 
-#: How many of the replicas that agree accuse one whose parameters differ.
-WITNESSES_MAX = 5
+#: How many replicas whose parameters differ are accused at a time: each of the others accuses each of them.
+SUSPECTS_MAX = 8
 
 
 class Checksums(Value, frozen=True, kw_only=True):
@@ -177,8 +177,8 @@ class StragglerRecovered(StragglerSeen, frozen=True, kw_only=True):
 class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
     """A replica has numbers that no sound one should have. `worker` reports it, `suspect` has them ("": unknown).
 
-    `sign` "checksum": its parameters differ from those of the majority, of which the first WITNESSES_MAX report it,
-    each for itself; else its share of the iteration has a loss or a gradient norm far off the usual, `value` instead of
+    `sign` "checksum": its parameters differ from those of the majority, of which each reports it for itself
+    (SUSPECTS_MAX); else its share of the iteration has a loss or a gradient norm far off the usual, `value` instead of
     about `usual`.
     """
 

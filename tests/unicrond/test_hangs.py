@@ -233,6 +233,45 @@ def test_one_member_convicts_nobody(cluster: MiniCluster) -> None:
     assert members(cluster) == before and not cluster.state.incidents_total
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 12), st.data())
+def test_innocent_is_convicted_only_where_most_replicas_lie(replicas: int, data: st.DataObject) -> None:
+    """Whoever lies, of whomever and in which order: no more than half never convict; and the honest ones alone, where
+    they are most, convict the odd one."""
+    cluster = MiniCluster(1)
+    for number in range(replicas):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", min_workers=1, max_workers=replicas)
+    cluster.run()
+    names = range(len(members(cluster)))
+    assert len(names) == replicas
+    liars = data.draw(st.lists(st.sampled_from(names), unique=True, max_size=replicas // 2))
+    pairs = st.tuples(st.sampled_from(liars or names), st.sampled_from(names))
+    lies = data.draw(st.lists(pairs, max_size=40 if liars else 0))
+    before = members(cluster)
+    for liar, suspect in lies:
+        corrupt(cluster, before[suspect], "checksum", reporter=liar)
+    assert not cluster.state.incidents_total
+    honest = [number for number in names if number not in liars]
+    if liars and 2 * len(honest) > replicas:
+        for number in honest:
+            corrupt(cluster, before[liars[0]], "checksum", reporter=number)
+        assert [incident.worker for incident in cluster.state.incidents.values()] == [before[liars[0]]]
+
+
+def test_three_liars_among_a_thousand_convict_nobody() -> None:
+    cluster = MiniCluster(1)
+    for number in range(10):
+        cluster.add_host(f"n{number}", 100)
+    cluster.submit("big", min_workers=1, max_workers=1000)
+    cluster.run()
+    before = members(cluster)
+    assert len(before) == 1000
+    for liar in (0, 1, 2):
+        corrupt(cluster, before[999], "checksum", reporter=liar)
+    assert not cluster.state.incidents_total
+
+
 def test_replica_of_two_workers_has_one_vote() -> None:
     cluster = MiniCluster(3)
     for number in range(3):

@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from unicrond.core.replayer import LogStep
-from unicrond.core.state.state import ClusterState, Incident, Node
+from unicrond.core.state.state import ClusterState, Incident, Node, Worker
 from unicrond.events import vocabulary as v
 
 SCORE_MIN = 8.0
@@ -127,8 +127,16 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
         case v.CorruptionSuspected() if event.suspect:
             task = before.tasks.get(event.task)
             worker = task.workers.get(event.suspect) if task else None
-            return worker.node if worker else "", "corruption" if event.sign == "checksum" else "odd_numbers"
+            if event.sign != "checksum":
+                return worker.node if worker else "", "odd_numbers"
+            return (worker.node, "corruption") if worker and _is_convicted(after, event, worker) else ("", "")
     return "", ""
+
+
+def _is_convicted(after: ClusterState, event: v.CorruptionSuspected, worker: Worker) -> bool:
+    """Return whether the accusation was the one that took the worker out: each replica brings one, and may lie."""
+    task = after.tasks[event.task]
+    return worker.alive and (event.suspect not in task.workers or not task.workers[event.suspect].alive)
 
 
 def _is_excused(state: ClusterState, node: Node) -> bool:

@@ -47,7 +47,7 @@ from unicrond.events.vocabulary import (
     StragglerRecovered,
     WorkerBusy,
 )
-from unicrond.events.vocabulary.training import WITNESSES_MAX
+from unicrond.events.vocabulary.training import SUSPECTS_MAX
 
 #: An iteration that spent more than this part on a checkpoint is not a plain one: 1 / _SAVING.
 _SAVING = 20
@@ -285,10 +285,12 @@ class Detection:
         if len(set(checksums)) == 1 or 0 in checksums:
             return
         minority = minority_ranks(checksums)
-        witnesses = [0] if minority is None else sorted(set(range(len(workers))).difference(minority))[:WITNESSES_MAX]
-        if rank in witnesses:
-            for suspect in [""] if minority is None else [workers[suspect_rank] for suspect_rank in minority]:
-                self._suspect("checksum", suspect, 0.0, 0.0, iteration, generation)
+        if minority is None:
+            if rank == 0:
+                self._suspect("checksum", "", 0.0, 0.0, iteration, generation)
+        elif rank not in minority:
+            for suspect_rank in minority[:SUSPECTS_MAX]:  # the others at the next comparison
+                self._suspect("checksum", workers[suspect_rank], 0.0, 0.0, iteration, generation)
 
     def _judge_values(
         self, sign: CorruptionSign, values: list[float], iteration: int, generation: int, workers: list[str]

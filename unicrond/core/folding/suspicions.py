@@ -15,7 +15,6 @@ from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, Worker
 from unicrond.core.state.task_parts import Straggler
 from unicrond.events import vocabulary as v
-from unicrond.events.vocabulary.training import WITNESSES_MAX
 from unicrond.events.wire.envelope import Envelope
 
 
@@ -60,8 +59,8 @@ def _with_suspicions(task: Task, suspicions: Mapping[str, v.HangSuspected]) -> T
 
 
 def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
-    """Evict a worker whose parameters differ from the majority's, once most of the others have said so: that is more
-    than a suspicion."""
+    """Evict a worker whose parameters differ from the majority's, once more than half of all replicas have said so:
+    that is more than a suspicion."""
     pair = find_worker(state, event.task, event.suspect)
     if event.sign != "checksum" or pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
@@ -78,14 +77,16 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
 
 
 def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:
-    """Return whether enough replicas accuse the suspect before the same iteration: most of those that are asked
-    (WITNESSES_MAX), and two at least: of two replicas neither's word is enough. A replica has one vote, that of its
-    worker with the suspect's shard, which alone has the same parameters to compare."""
+    """Return whether enough replicas accuse the suspect before the same iteration: more than half of all replicas of
+    the task, the suspect among them, whoever speaks. So no innocent is evicted unless most replicas lie, and of two
+    neither's word is enough. A replica has one vote, that of its worker with the suspect's shard, which alone has the
+    same parameters to compare."""
     members = task.membership.members if task.membership else ()
     peers = {member.worker for member in members if member.shard == suspect.shard} - {suspect.worker}
     accusers = task.group.accusations[suspect.worker]
     votes = sum(accusers.get(peer) == iteration for peer in peers)
-    return votes >= max(2, min(len(peers), WITNESSES_MAX) // 2 + 1)
+    replicas = len(peers) + 1
+    return 2 * votes > replicas
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:

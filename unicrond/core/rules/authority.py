@@ -20,7 +20,7 @@ Rules
 * A worker that is lost may have met its group while its node was not heard: its word is not refused, and counts where
   the state knows that it was in one (`has_trained`).
 * A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
-* One member's accusation convicts nobody (`folding/suspicions.py`): most of those that are asked, at least two.
+* One member's accusation convicts nobody (`folding/suspicions.py`): more than half of all replicas must say so.
 * AUTHORITY has a rule for every type of observation but requests; a test holds it to that. What a rule refuses is
   counted by node (`ClusterState.refused_observations`) and is an alarm.
 """
