@@ -17,6 +17,7 @@ from unicrond.core.deciding.batch import STRAY_STOPS_MAX
 from unicrond.core.fold import fold
 from unicrond.core.rules.authority import AUTHORITY
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, WorkerStatus
+from unicrond.core.state.task_parts import LEADS_MAX, Lead
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.page.attention import state_alarms
@@ -215,6 +216,33 @@ def test_thousand_invented_workers_are_ended_a_few_at_a_time() -> None:
     cluster.say(node, v.CommandApplied(node="n0", command_id=orders()[0].command_id))
     cluster.run()
     assert len(orders()) == STRAY_STOPS_MAX + 1, "the next one follows each that has ended"
+
+
+def test_late_word_of_a_forgotten_lead_is_no_lie_and_changes_nothing() -> None:
+    """So many groups have followed without a commit that the state knows its lead no longer."""
+    cluster = MiniCluster(3)
+    for number in range(2):
+        cluster.add_host(f"n{number}", 1)
+    cluster.submit("a", min_workers=1, max_workers=2, iterations=1000)
+    cluster.run()
+    cluster.train("a", 3)
+    task = cluster.state.tasks["a"]
+    old = Lead(generation=task.generation, worker="a.old", node="n0")
+    generations = range(task.generation + 1, task.generation + 1 + LEADS_MAX)
+    leads = tuple(Lead(generation=number, worker="a.new", node="n1") for number in generations)
+    membership = replace(task.membership, generation=generations[-1])
+    task = replace(task, membership=membership, group=replace(task.group, leads=leads))
+    state = replace(cluster.state, tasks=cluster.state.tasks | {"a": task})
+    step = v.StepCommitted(
+        node=old.node, task="a", worker=old.worker, generation=old.generation, first=4, last=5, samples=1,
+        samples_digest=1, loss=1.0, duration_us=1, micro_batches_by_rank=(1,),
+    )  # fmt: skip
+    after = say(state, step, old.node)
+    end = v.TaskCompleted(node="n0", task="a", worker=old.worker, iteration=1000, loss=1.0, params_digest="a" * 64)
+    after = say(after, end, old.node)
+    assert after.tasks["a"] == task and not after.refused_observations
+    after = say(after, replace(step, generation=generations[0]), old.node)
+    assert after.tasks["a"] == task and after.refused_observations["n0"].count == 1, "this one's lead is known"
 
 
 def test_late_report_of_a_lead_counts_once_its_worker_is_gone() -> None:

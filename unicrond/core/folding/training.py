@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from unicrond.core.faults import local_faults
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import incidents
+from unicrond.core.rules.authority import is_forgotten
 from unicrond.core.state.changes import has_trained, with_task
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import (
@@ -29,7 +30,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     if task is None:
         return state
     generation, group = task.generation, task.group
-    if not task.progress.committed_generation <= event.generation <= generation:
+    if not task.progress.committed_generation <= event.generation <= generation or is_forgotten(task, event):
         return state
     # Nine of ten events are steps: parts that rarely change are compared first, and only rebuilt where they do.
     newest = event.generation == generation

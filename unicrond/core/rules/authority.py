@@ -19,6 +19,8 @@ Rules
   only a liar says it: honest agents fall silent about a worker before the state forgets it.
 * A worker that is lost may have met its group while its node was not heard: its word is not refused, and counts where
   the state knows that it was in one (`has_trained`).
+* A lead of which the state knows no longer, since LEADS_MAX have followed it without a commit, is not refused either,
+  and what it says changes nothing: nobody can tell whether it was one.
 * A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
 * One member's accusation convicts nobody (`folding/suspicions.py`): more than half of all replicas must say so.
 * AUTHORITY has a rule for every type of observation but requests; a test holds it to that. What a rule refuses is
@@ -32,6 +34,7 @@ from typing import Any, TypeAlias
 
 from unicrond.core.state.changes import has_trained
 from unicrond.core.state.state import Task, TaskStatus, WorkerStatus
+from unicrond.core.state.task_parts import LEADS_MAX
 from unicrond.events import vocabulary as v
 
 #: Returns why the observation about the task exceeds what its node may say; "" where it does not.
@@ -43,16 +46,27 @@ def _own_word(_task: Task, _event: v.Observation) -> str:
 
 
 def _lead_of_steps(task: Task, event: v.StepCommitted) -> str:
-    if not task.progress.committed_generation <= event.generation <= task.generation:
+    if not task.progress.committed_generation <= event.generation <= task.generation or is_forgotten(task, event):
         return ""  # outdated, and without effect
     return _unless_lead(task, event, event.generation)
+
+
+def is_forgotten(task: Task, event: v.StepCommitted) -> bool:
+    """Return whether the step is of a generation whose lead the state no longer knows: so many have followed it without
+    a commit (LEADS_MAX). Whether its worker led it nobody can tell, so its word changes nothing and is no lie."""
+    return _forgets_leads(task) and event.generation < task.group.leads[0].generation
+
+
+def _forgets_leads(task: Task) -> bool:
+    return len(task.group.leads) == LEADS_MAX
 
 
 def _lead_of_end(task: Task, event: v.TaskCompleted) -> str:
     worker = task.workers.get(event.worker)
     if task.status is not TaskStatus.ACTIVE or (worker is not None and worker.status is WorkerStatus.LOST):
         return ""  # outdated, and without effect: see `leads_end`
-    return _unless_lead(task, event, task.progress.committed_generation)
+    refusal = _unless_lead(task, event, task.progress.committed_generation)
+    return "" if _forgets_leads(task) and not task.is_member(event.worker) else refusal
 
 
 def leads_end(task: Task, event: v.TaskCompleted) -> bool:
