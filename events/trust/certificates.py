@@ -64,13 +64,16 @@ def make_authority(now: datetime, days: float) -> Authority:
 
 
 def read_authority(certificate_pem: bytes, key_pem: bytes) -> Authority:
-    """Read a CA from PEM. Raises BadCertificate."""
-    certificate = first_certificate(certificate_pem)
+    """Read a CA from PEM; of several certificates, as while it is replaced, the one that the key belongs to. Raises
+    BadCertificate."""
+    first = first_certificate(certificate_pem)
     try:
         key = serialization.load_pem_private_key(key_pem, None)
     except (ValueError, TypeError):
         raise BadCertificate("its key is not a private key in PEM without a password") from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+    certificates = [first, *x509.load_pem_x509_certificates(certificate_pem)[1:]]
+    certificate = next((each for each in certificates if each.public_key() == key.public_key()), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or certificate is None:
         raise BadCertificate("its key is not that of the certificate")
     return Authority(certificate, key)
 

@@ -58,8 +58,10 @@ class Key(NamedTuple):
 
     @property
     def ca(self) -> str:
-        """Return the cluster's CA, in PEM; "" where the key carries none."""
-        return f"{_CERTIFICATE}{self.pem.rpartition(_CERTIFICATE)[2]}" if _CERTIFICATE in self.pem else ""
+        """Return the cluster's CA, or while it is replaced both, in PEM; "" where the key carries none."""
+        _, _, rest = self.pem.rpartition("PRIVATE KEY-")  # what comes before is the login's own certificate
+        _, begin, text = rest.partition(_CERTIFICATE)
+        return begin + text
 
     @property
     def has_certificate(self) -> bool:

@@ -14,7 +14,7 @@ from unicrond.events.host.network_addresses import interface_addresses, interfac
 from unicrond.events.nats.connection import Login, LoginRefused, connect
 from unicrond.events.nats.server import EmbeddedServer, ServerError, ServerTls, tls_of
 from unicrond.events.trust.certificates import BadCertificate, first_certificate, is_signed_by, names_of, read_authority
-from unicrond.events.trust.keys import read_key
+from unicrond.events.trust.keys import make_key, read_key
 
 QUICK_S = 0.5
 
@@ -192,6 +192,12 @@ def test_certificates_carry_names_and_authority(tmp_path: Path) -> None:
     assert first_certificate(certified.server.read_bytes()).not_valid_after_utc == ends, "not beyond its CA"
     with pytest.raises(BadCertificate, match="its key is not that of the certificate"):
         read_authority(certified.authority.certificate_pem, other.authority.key_pem)
+    both = certified.authority.certificate_pem + other.authority.certificate_pem
+    for authority in (certified.authority, other.authority):
+        assert read_authority(both, authority.key_pem).certificate == authority.certificate
+    own = certified.server.read_text()
+    for pem in (both.decode(), own + both.decode()):
+        assert make_key("agent-n1")._replace(pem=pem).ca == both.decode(), "a key carries both while a CA is replaced"
     with pytest.raises(BadCertificate, match="without a password"):
         read_authority(certified.authority.certificate_pem, b"x")
     with pytest.raises(BadCertificate, match="no certificate in PEM"):

@@ -259,6 +259,22 @@ async def test_cluster_moves_from_password_to_keys(tmp_path: Path) -> None:
     await new.close()
 
 
+async def test_password_rolls_under_a_running_head(tmp_path: Path) -> None:
+    """First every client has both; then the head's file has the new one first; a session moves by itself."""
+    password, clients = tmp_path / "password", tmp_path / "clients"
+    password.write_text("old\n")
+    clients.write_text("old\nnew\n")
+    path = with_nats(config(tmp_path, auth="on"), f"user: unicron, password_file: {password}, auth: migrate")
+    async with daemon(path) as (process, url):
+        session = await logged_in(path, Login(user="unicron", password_file=clients))
+        password.write_text("new\nold\n")
+        assert "NATS refuses user unicron" in await refused(path, Login(user="unicron", password="old"))
+        async with asyncio.timeout(20):
+            await NatsEventLog(session).append([JOINED])
+        assert process.returncode is None and await asyncio.to_thread(get, f"{url}/healthz")
+        await session.close()
+
+
 async def until_node(dev: DevCluster, status: NodeStatus) -> None:
     async with asyncio.timeout(60):
         while (await dev.state())[0].nodes["node1"].status is not status:  # noqa: ASYNC110

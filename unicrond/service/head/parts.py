@@ -154,7 +154,7 @@ class HeadParts:
             CLOCK.wall_us,
             self.coordinator.live.is_set,
             fuses=self._fuses,
-            has_shared=self._config.nats.shared is not None,
+            shared=self._config.nats.shared,
         )
         return {
             "consumers": partial(self._once_folded, self._consumers.run),

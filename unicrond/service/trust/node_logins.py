@@ -9,7 +9,8 @@ Rules
 * A login that was never used ends after its time: this asks for it, by a request like a person's.
 * The head that has the server tells it, whether it leads or stands by; the one that leads asks.
 * While a node gets a new key the one before holds too, as the log says. A key of this machine (coordinator, API,
-  reader, operator) is read again when its file changes; the one before holds for SIDE_BY_SIDE_S.
+  reader, operator) is read again when its file changes; the one before holds for SIDE_BY_SIDE_S. The shared login's
+  password is the first in its file, as soon as that has changed.
 * On a NATS server of one's own the list is the operator's (`unicrond nats-config`); here nothing is told to it.
 """
 
@@ -26,7 +27,8 @@ from typing import Protocol
 
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
-from unicrond.events.host.file_versions import file_version
+from unicrond.events.host.file_versions import FileVersion, file_version
+from unicrond.events.nats.login import Login
 from unicrond.events.nats.server import ServerError
 from unicrond.events.trust.keys import BadKey, read_key
 from unicrond.events.trust.logins import BadLogin, User, agent_login
@@ -84,7 +86,7 @@ class NodeLogins:
     """Keeps the server's logins as the log says. `roles`: the logins that are no agents'. `server`: None where it is
     not ours. `ask`: append a request.
 
-    `fuses`: which logins end at once. `has_shared`: NATS still accepts the shared login too, which may do everything.
+    `fuses`: which logins end at once. `shared`: the login that NATS still accepts too, which may do everything.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class NodeLogins:
         leads: Callable[[], bool] = lambda: True,
         *,
         fuses: Fuses,
-        has_shared: bool = False,
+        shared: Login | None = None,
     ) -> None:
         self._roles = roles
         self._server = server
@@ -108,24 +110,24 @@ class NodeLogins:
         self._now_us = now_us
         self._leads = leads
         self._fuses = fuses
-        self._has_shared = has_shared
+        self._shared = shared
         self._previous_alarms: list[Alarm] = []
         #: Why the server's list is not the log's; "" where it is.
         self.trouble = ""
 
     async def run(self) -> None:
         """Keep the server's list up to date, until cancelled. To be started once the log is folded."""
-        current: tuple[Mapping[str, NodeLogin], list[User]] | None = None
+        current: tuple[Mapping[str, NodeLogin], list[User], FileVersion | None] | None = None
         change_us = 0
         ended: list[NodeLogin] = []
         while True:
             self._fuses.flooded.clear()
             logins, now_us = self._state().logins, self._now_us()
-            roles = self._roles.users(now_us)
+            roles, password = self._roles.users(now_us), self._password_version()
             floods = self._fuses.look() if self._leads() else {}
-            is_current = current is not None and current[0] is logins and current[1] == roles
+            is_current = current is not None and current[0] is logins and current[1:] == (roles, password)
             if (floods or not is_current or now_us >= change_us) and await self._tell(roles, logins, now_us):
-                current, change_us = (logins, roles), next_change_us(logins, now_us)
+                current, change_us = (logins, roles, password), next_change_us(logins, now_us)
             for node, reason in floods.items():
                 log.error("the login of node %s ends: %s", node, reason)
                 await self._ask(NodeRevoked(node=node, reason=reason))
@@ -139,11 +141,16 @@ class NodeLogins:
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await self._fuses.flooded.wait()
 
+    def _password_version(self) -> FileVersion | None:
+        """Return which content the file with the shared login's password has; None where there is none."""
+        path = self._shared.password_file if self._shared is not None else None
+        return file_version(path) if path is not None else None
+
     def alarms(self) -> list[Alarm]:
         """Return what a person has to do about logins."""
         text = f"NATS does not know the newest logins: {self.trouble}"
         alarms = [Alarm("logins-stale", text)] if self.trouble else []
-        return [*alarms, Alarm("logins-shared", migration_line(self._state()))] if self._has_shared else alarms
+        return [*alarms, Alarm("logins-shared", migration_line(self._state()))] if self._shared is not None else alarms
 
     def _say(self) -> None:
         """Log the alarms that are new."""
