@@ -72,10 +72,10 @@ def read_authority(certificate_pem: bytes, key_pem: bytes) -> Authority:
     except (ValueError, TypeError):
         raise BadCertificate("its key is not a private key in PEM without a password") from None
     certificates = [first, *x509.load_pem_x509_certificates(certificate_pem)[1:]]
-    certificate = next((each for each in certificates if each.public_key() == key.public_key()), None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or certificate is None:
+    matches = [certificate for certificate in certificates if certificate.public_key() == key.public_key()]
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not matches:
         raise BadCertificate("its key is not that of the certificate")
-    return Authority(certificate, key)
+    return Authority(matches[0], key)
 
 
 def server_certificate(authority: Authority, names: Iterable[str], now: datetime, days: float) -> bytes:
