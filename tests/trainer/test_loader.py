@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
@@ -20,6 +21,16 @@ from tests.seeds import at_most
 from unicrond import Hook, Local
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.loop.loader import BadLoader, Loader, sampling_over
+
+
+@pytest.fixture(autouse=True)
+def no_process_stays() -> Iterator[None]:
+    """The processes of a loader that nobody has any more end with it; what started them may be what holds it."""
+    before = set(multiprocessing.active_children())
+    yield
+    gc.collect()  # torch's traceback of a failed sample holds the frames that it passes through
+    assert set(multiprocessing.active_children()) <= before
+
 
 SAMPLING = Sampling(7, 8, 2, 23)
 ITERATIONS = 6

@@ -21,8 +21,10 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.stories import random_life, trained
 from unicrond.core.replayer import LogStep, steps
+from unicrond.core.state.changes import with_task, with_worker
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.work import iteration_flop
+from unicrond.core.state.workers import WorkerStatus
 from unicrond.core.worth.costs import costs_at, settle
 from unicrond.ctl.main import main as ctl_main
 from unicrond.display.goodput_tables import hints
@@ -240,8 +242,13 @@ def test_explainable_losses_weigh_little(sign: v.CorruptionSign, points: int) ->
         usual=2.4,
     )
     entry = cluster.log[-1]
-    step = LogStep(state, replace(entry, envelope=replace(entry.envelope, event=suspicion)), state)
-    (score,) = scores(count_signals({}, step))
+    accused = replace(entry, envelope=replace(entry.envelope, event=suspicion))
+    after = state
+    if sign == "checksum":
+        assert not scores(count_signals({}, LogStep(state, accused, state))), "an accusation alone weighs nothing"
+        task = state.tasks["big"]
+        after = with_task(state, with_worker(task, replace(worker, status=WorkerStatus.STOPPING)))
+    (score,) = scores(count_signals({}, LogStep(state, accused, after)))
     assert (score.node, score.score) == (worker.node, points)
 
 

@@ -91,15 +91,19 @@ class _SeededDataset:
         return [self.dataset[sample] for sample in order.samples]
 
 
+def _order(sampling: Sampling, place: _WorkPlace) -> _Order:
+    return _Order(work_seed(sampling.seed, *place, purpose="data"), sampling.samples(*place))
+
+
 class _Forecast:
     """The micro-batches that this replica is going to compute, in their order; iterable once by torch's DataLoader.
     `course`: those of one iteration; `under_way`: those that it has taken and whose batches have not come back."""
 
-    def __init__(self, order: Callable[[_WorkPlace], _Order], iterations: Callable[[], int]) -> None:
+    def __init__(self, sampling: Sampling, iterations: Callable[[], int]) -> None:
         self.under_way: deque[_WorkPlace] = deque()
         self.has_ended = False
         self.course: list[int] = []
-        self._order = order
+        self._sampling = sampling
         self._iterations = iterations
         self._iteration = 0
         self._places: deque[_WorkPlace] = deque()
@@ -130,7 +134,7 @@ class _Forecast:
             place = self._places.popleft()
             self.under_way.append(place)
             self._taken.add(place)
-            yield [self._order(place)]
+            yield [_order(self._sampling, place)]
 
 
 class Loader:
@@ -162,7 +166,7 @@ class Loader:
         self._collate = collate_fn or default_collate
         self._num_workers = num_workers
         self._options = {"prefetch_factor": prefetch, **options}
-        self._forecast = _Forecast(self._order, iterations)
+        self._forecast = _Forecast(sampling, iterations)
         self._batches: Iterator[Any] | None = None
         #: Batches that came before their time.
         self._early: dict[_WorkPlace, Any] = {}
@@ -208,7 +212,7 @@ class Loader:
         self._early = {early: batch for early, batch in self._early.items() if early.iteration >= place.iteration}
         forecast = self._forecast
         if self._batches is None:
-            self._forecast = _Forecast(self._order, self._iterations)
+            self._forecast = _Forecast(self._sampling, self._iterations)
             self._forecast.begin(place.iteration, remaining)
             self._batches = iter(self._processes())
         elif forecast.course != remaining or not (place in self._early or forecast.holds(place)):
@@ -224,12 +228,8 @@ class Loader:
             **self._options,
         )
 
-    def _order(self, place: _WorkPlace) -> _Order:
-        seed = work_seed(self._sampling.seed, *place, purpose="data")
-        return _Order(seed, self._sampling.samples(*place))
-
     def _load_here(self, place: _WorkPlace) -> Any:
-        return self._collate(self._dataset.__getitems__([self._order(place)]))
+        return self._collate(self._dataset.__getitems__([_order(self._sampling, place)]))
 
 
 def sampling_over(dataset: Any, sampling: Sampling, *, has_begun: bool) -> Sampling:

@@ -53,7 +53,8 @@ class LinearBound(NamedTuple):
 
 #: What one entry may cost. Folding: of any entry, decisions too.
 FOLD_LINES, FOLD_BYTES = LinearBound(8_000, 2, 4), LinearBound(100_000, 20, 40)
-LOOK_LINES, LOOK_BYTES = LinearBound(12_000, 60, 4), LinearBound(200_000, 200, 40)
+#: Looking: each type of GPU, each layout of a task and each end of a silent link multiplies the problems to be solved.
+LOOK_LINES, LOOK_BYTES = LinearBound(60_000, 60, 4), LinearBound(200_000, 200, 40)
 #: What may be decided on one state.
 DECISIONS, DECISION_BYTES = LinearBound(32, 3), LinearBound(65_536, 4_096)
 
