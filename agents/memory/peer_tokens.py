@@ -11,13 +11,18 @@ Rules
   (events/trust/membership_certificates.py): the head certifies that the node is a member, and of which generation. The
   serving node need not know the task: it gives nothing where it stores a state of a later generation, and accepts none
   of a later one than the warrant's.
+* The key's file is read again when it has changed: a certificate of another key or CA is shown from the next connection
+  on. While a CA is replaced a key carries both, and each of them counts. Where a new file cannot be used, the content
+  before stays.
 * Keys, passes and warrants do not stand in the events of the log: the key comes with the enrolment, the warrant beside
   the membership, passes from the agent.
 """
 
 from __future__ import annotations
 
+import logging
 import ssl
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -27,11 +32,14 @@ from cryptography import x509
 
 from unicrond.agents.protocol.memory_exchange import BadPass as BadPass
 from unicrond.agents.protocol.messages import GroupMembership, Passes
-from unicrond.events.trust.certificates import CLOCKS, BadCertificate, first_certificate, node_of
-from unicrond.events.trust.keys import Key
+from unicrond.events.host.file_versions import FileVersion, file_version
+from unicrond.events.trust.certificates import CLOCKS, BadCertificate, all_certificates, node_of
+from unicrond.events.trust.keys import BadKey, Key, read_key
 from unicrond.events.trust.membership_certificates import verify_warrant
 from unicrond.events.trust.signing import BadSignature, Signer, verify_signed
 from unicrond.events.vocabulary import Count, Name
+
+logger = logging.getLogger(__name__)
 
 #: A worker may ask a membership's peers long after the membership was sent.
 VALID_S = 24 * 3600
@@ -57,33 +65,45 @@ class Admitted(NamedTuple):
 _claims = msgspec.msgpack.Decoder(Claims)
 
 
+class _Content(NamedTuple):
+    """The content of a key's file at one time. `ca`: the CAs in PEM, and `authorities` the same, parsed. `context`: for
+    the server of the node's memory. `version`: of the file; None: not looked at yet."""
+
+    ca: str
+    authorities: tuple[x509.Certificate, ...]
+    signer: Signer
+    context: ssl.SSLContext
+    version: FileVersion | None
+
+
 class Credentials:
-    """A node's certificate, its private key, and the CA, from its key file. Raises BadCertificate where that carries
-    none."""
+    """A node's certificate, its private key, and the CA, from its key file, which is read again when it changes. Raises
+    BadCertificate where that carries none. Any thread may use it."""
 
     def __init__(self, key: Key, path: Path) -> None:
         """Take the key and the `path` of its file, from which TLS reads the certificate."""
-        self.ca = key.ca
-        self._authority = first_certificate(key.ca.encode())
-        self._signer = Signer(key.pem.encode())
-        self.node = node_of(self._signer.certificate)
         self._path = path
-        if not self.node:
-            raise BadCertificate("it is not the certificate of a node")
+        self._content = _content_of(key, path, None)
+        self.node = node_of(self._content.signer.certificate)
+
+    @property
+    def ca(self) -> str:
+        """Return the cluster's CA, or while it is replaced both, in PEM."""
+        return self._newest().ca
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context for the server of this node's memory. Raise OSError (ssl.SSLError)."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = 0  # each request has a connection of its own, and none is resumed
-        context.load_cert_chain(self._path)
-        return context
+        """Return the TLS context for the next connection to the server of this node's memory."""
+        return self._newest().context
 
     def passes(self, peers: tuple[str, ...], task: str, warrant: str, now: datetime) -> Passes:
         """Sign a pass for each of the peers. `warrant`: that of the membership, with this node's place."""
         ends_s = int(now.timestamp()) + VALID_S
-        texts = [(peer, self._signed(Claims(self.node, peer, task, ends_s))) for peer in peers]
-        return Passes(ca=self.ca, by_node=tuple(texts), warrant=warrant)
+        content = self._newest()
+        texts = [
+            (peer, content.signer.sign(_PURPOSE, msgspec.msgpack.encode(Claims(self.node, peer, task, ends_s))))
+            for peer in peers
+        ]
+        return Passes(ca=content.ca, by_node=tuple(texts), warrant=warrant)
 
     def with_passes(self, membership: GroupMembership, task: str, now: datetime) -> GroupMembership:
         """Return the membership as a worker of the task needs it: with this node's passes to its peers."""
@@ -93,7 +113,8 @@ class Credentials:
     def admit(self, text: str, task: str, now: datetime | None = None) -> Admitted:
         """Return the bearer of the text: a pass for this node and the task, a dot and its warrant. Raise BadPass."""
         signed, _, warrant = text.partition(".")
-        claims = read_pass(signed, self._authority, now or datetime.now(UTC))
+        authorities = self._newest().authorities
+        claims = read_pass(signed, authorities, now or datetime.now(UTC))
         if claims.peer != self.node:
             raise BadPass(f"the pass is for node {claims.peer}")
         if claims.task != task:
@@ -101,18 +122,47 @@ class Credentials:
         if not warrant:
             raise BadPass(f"node {claims.node} has no warrant for task {task}")
         try:
-            return Admitted(claims.node, verify_warrant(warrant, claims.node, task, self._authority))
+            return Admitted(claims.node, verify_warrant(warrant, claims.node, task, authorities))
         except BadSignature as error:
             raise BadPass(str(error)) from None
 
-    def _signed(self, claims: Claims) -> str:
-        return self._signer.sign(_PURPOSE, msgspec.msgpack.encode(claims))
+    def _newest(self) -> _Content:
+        """Return the content of the file, or that before where it cannot be used."""
+        content, version = self._content, file_version(self._path)
+        if version is None or version == content.version:
+            return content
+        try:
+            newer = _content_of(read_key(self._path), self._path, version)
+            if node_of(newer.signer.certificate) != self.node:
+                raise BadCertificate("it is another node's")
+        except (BadKey, BadCertificate) as error:
+            logger.warning("%s: its certificate cannot be used (%s); the one before stays in use", self._path, error)
+            newer = content._replace(version=version)
+        self._content = newer
+        return newer
 
 
-def read_pass(text: str, authority: x509.Certificate, now: datetime) -> Claims:
-    """Return the claims of a pass whose signature, certificate and time are right. Raise BadPass."""
+def _content_of(key: Key, path: Path, version: FileVersion | None) -> _Content:
+    """Return the content of a node's key at `path`. Raise BadCertificate."""
+    authorities = tuple(all_certificates(key.ca.encode()))
+    signer = Signer(key.pem.encode())
+    if not node_of(signer.certificate):
+        raise BadCertificate("it is not the certificate of a node")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # each request has a connection of its own, and none is resumed
     try:
-        signed, certificate = verify_signed(_PURPOSE, text, authority)
+        context.load_cert_chain(path)
+    except OSError as error:  # ssl.SSLError is one
+        raise BadCertificate(f"TLS does not take it: {error}") from None
+    return _Content(key.ca, authorities, signer, context, version)
+
+
+def read_pass(text: str, authorities: Sequence[x509.Certificate], now: datetime) -> Claims:
+    """Return the claims of a pass whose signature, time and certificate, of one of these CAs, are right. Raise
+    BadPass."""
+    try:
+        signed, certificate = verify_signed(_PURPOSE, text, authorities)
         claims = _claims.decode(signed)
     except BadSignature as error:
         raise BadPass(str(error)) from None

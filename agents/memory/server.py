@@ -94,7 +94,6 @@ class MemoryServer:
         self._token = token
         self._on_copy = on_copy
         self._credentials = credentials
-        self._context = credentials.context() if credentials else None
         self._places = RequestSlots(CONNECTIONS_MAX, PEER_MAX)
         self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
@@ -179,13 +178,14 @@ class MemoryServer:
 
     def _in_tls(self, plain: socket.socket) -> socket.socket:
         """Return the connection wrapped in TLS, where this node has a certificate. Raise OSError."""
-        if self._context is None:
+        if self._credentials is None:
             return plain
+        context = self._credentials.context()
         with self._lock:
             self._strangers.pop(plain, None)
             self._connections.discard(plain)
             try:
-                connection = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+                connection = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             except OSError:
                 plain.close()
                 raise

@@ -5,7 +5,8 @@ Rules
 * The core remembers the membership of each task; nothing of it is stored here.
 * A warrant admits this node to its peers and stays with the agent: a worker gets the passes that the node's key signs
   with it, for its own peers. Without a certificate it gets neither, and states travel in clear.
-* The certificate is read once, at the start: an agent whose key carries one that cannot be used does not begin.
+* An agent whose key carries a certificate that cannot be used does not begin. Later it reads the key
+  again when its file has changed (memory/peer_tokens.py).
 
 What a pass is and who accepts it: memory/peer_tokens.py. What travels under it: memory_keeper.py.
 """

@@ -66,12 +66,11 @@ def make_authority(now: datetime, days: float) -> Authority:
 def read_authority(certificate_pem: bytes, key_pem: bytes) -> Authority:
     """Read a CA from PEM; of several certificates, as while it is replaced, the one that the key belongs to. Raises
     BadCertificate."""
-    first = first_certificate(certificate_pem)
+    certificates = all_certificates(certificate_pem)
     try:
         key = serialization.load_pem_private_key(key_pem, None)
     except (ValueError, TypeError):
         raise BadCertificate("its key is not a private key in PEM without a password") from None
-    certificates = [first, *x509.load_pem_x509_certificates(certificate_pem)[1:]]
     matches = [certificate for certificate in certificates if certificate.public_key() == key.public_key()]
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not matches:
         raise BadCertificate("its key is not that of the certificate")
@@ -92,12 +91,17 @@ def node_certificate(authority: Authority, node: str, now: datetime, days: float
     return _issue(authority, node, identity, now, days)
 
 
-def first_certificate(pem: bytes) -> x509.Certificate:
-    """Return the first certificate in PEM; other text around it is skipped. Raises BadCertificate."""
+def all_certificates(pem: bytes) -> list[x509.Certificate]:
+    """Return the certificates in PEM, one at least; other text around them is skipped. Raises BadCertificate."""
     try:
-        return x509.load_pem_x509_certificates(pem)[0]
+        return x509.load_pem_x509_certificates(pem)
     except ValueError:
         raise BadCertificate("holds no certificate in PEM") from None
+
+
+def first_certificate(pem: bytes) -> x509.Certificate:
+    """Return the first certificate in PEM; other text around it is skipped. Raises BadCertificate."""
+    return all_certificates(pem)[0]
 
 
 def names_of(certificate: x509.Certificate) -> tuple[str, ...]:

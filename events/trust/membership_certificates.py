@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -43,13 +44,14 @@ def make_warrant(head: Signer, task: str, generation: int, root: bytes, now: dat
     return head.sign(_PURPOSE, claims)
 
 
-def verify_warrant(text: str, node: str, task: str, authority: x509.Certificate) -> int:
+def verify_warrant(text: str, node: str, task: str, authorities: Sequence[x509.Certificate]) -> int:
     """Verify a warrant; return the generation of the task of which the node is a member.
 
-    `text`: the warrant, a dot, the node's place. Raises BadSignature.
+    `text`: the warrant, a dot, the node's place. `authorities`: the CAs of which one has certified the head. Raises
+    BadSignature.
     """
     signed, _, place = text.partition(".")
-    claims, certificate = verify_signed(_PURPOSE, signed, authority)
+    claims, certificate = verify_signed(_PURPOSE, signed, authorities)
     try:
         warrant = _warrants.decode(claims)
         made_at = datetime.fromtimestamp(warrant.made_s, UTC)

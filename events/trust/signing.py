@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 
 import msgspec
 from cryptography import x509
@@ -52,8 +53,9 @@ class Signer:
         return base64.urlsafe_b64encode(msgspec.msgpack.encode(_SignedText(claims, self._der, signature))).decode()
 
 
-def verify_signed(purpose: str, text: str, authority: x509.Certificate) -> tuple[bytes, x509.Certificate]:
-    """Verify a text that `Signer.sign` made with a certificate of this CA; return its claims and its certificate.
+def verify_signed(purpose: str, text: str, authorities: Sequence[x509.Certificate]) -> tuple[bytes, x509.Certificate]:
+    """Verify a text that `Signer.sign` made with a certificate of one of these CAs; return its claims and its
+    certificate.
 
     The caller checks whose certificate it is, and whether it is valid now. Raises BadSignature.
     """
@@ -65,7 +67,7 @@ def verify_signed(purpose: str, text: str, authority: x509.Certificate) -> tuple
         key = certificate.public_key()
     except (ValueError, UnsupportedAlgorithm, msgspec.MsgspecError):
         raise BadSignature(f"it is not a {purpose}") from None
-    if not is_signed_by(certificate, authority):
+    if not any(is_signed_by(certificate, authority) for authority in authorities):
         raise BadSignature(f"the certificate of the {purpose} is of another CA")
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise BadSignature(f"the {purpose} has a certificate of another kind")

@@ -96,7 +96,7 @@ def test_pass_is_valid_for_one_peer_and_task(certified: Certified, warrant: Warr
 def test_malformed_pass_is_refused(certified: Certified, tmp_path: Path) -> None:
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     other = Certified(tmp_path / "other")
-    authority = certified.authority.certificate
+    authorities = [certified.authority.certificate]
     text = shown(n1).of("n2")
     for bad in ("", "x", "äöü", "tls", "A" * 5000, text[:-8], text[8:]):
         with pytest.raises(BadPass):
@@ -106,7 +106,7 @@ def test_malformed_pass_is_refused(certified: Certified, tmp_path: Path) -> None
     text = text.removesuffix(".")
     for place in range(0, len(text) - 4, 7):  # every changed byte counts
         with pytest.raises(BadPass):
-            read_pass(text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :], authority, now())
+            read_pass(text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :], authorities, now())
 
 
 def test_pass_must_match_certificate_of_node(certified: Certified) -> None:

@@ -50,7 +50,7 @@ def told(generation: int, seats: tuple[SeatRun, ...], parts: int = 0) -> Members
 
 def generation(certified: Certified, text: str, node: str) -> int:
     place = roster.place_of(node, NODES)
-    return verify_warrant(f"{text}.{place}", node, "a", first_certificate(certified.ca.read_bytes()))
+    return verify_warrant(f"{text}.{place}", node, "a", [first_certificate(certified.ca.read_bytes())])
 
 
 def test_warrant_covers_whole_and_partial_membership(certified: Certified) -> None:

@@ -260,7 +260,11 @@ def _add_tls_command(commands: Commands) -> None:
         commands,
         "tls-init",
         "make a CA and the head's certificate in <state_dir>/tls (docs/operate/security.md)",
-        examples("unicrond tls-init --config /etc/unicron.yaml", "unicrond tls-init --renew --host head.example.org"),
+        examples(
+            "unicrond tls-init --config /etc/unicron.yaml",
+            "unicrond tls-init --renew --host head.example.org",
+            "unicrond tls-init --roll trust",
+        ),
         shared("--config"),
         option(
             "--days",
@@ -272,6 +276,12 @@ def _add_tls_command(commands: Commands) -> None:
         repeated("--host", "HOST", "add a name or address of the head to those that it has", type=_host),
         switch("--renew", "make a new certificate of the same CA, with the names of the old one"),
         switch("--if-missing", "change nothing where the certificate is there; for an init container"),
+        option(
+            "--roll",
+            "PHASE",
+            "replace the CA, in three phases: trust, certificate, finish; status says which comes next",
+            choices=("trust", "certificate", "finish", "status"),
+        ),
     )
 
 

@@ -1,11 +1,10 @@
-"""`unicrond tls-init`: a CA and the head's certificate, made or renewed."""
+"""`unicrond tls-init`: a CA and the head's certificate, made, renewed or replaced."""
 
 from __future__ import annotations
 
 import argparse
 import errno
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from unicrond.events.cli import command_line
 from unicrond.events.host.network_addresses import interface_addresses
+from unicrond.events.nats.server_files import replace
 from unicrond.events.trust.certificates import (
     Authority,
     BadCertificate,
@@ -25,6 +25,7 @@ from unicrond.events.trust.certificates import (
 )
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.tls import Files, Tls, ca_key_of, files_of
+from unicrond.service.trust.authority_roll import AuthorityRoll, OutOfTurn, Phase
 from unicrond.service.trust.node_certificates import CA_DAYS, NoAuthority, authority_of
 
 DAYS = 397
@@ -37,6 +38,8 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
     """Make or renew the certificates; return the exit code."""
     state_dir = Path(config.state_dir)
     files, now = files_of(Tls(), state_dir), datetime.now(UTC)
+    if arguments.roll:
+        return _roll(arguments, config, files, now)
     if arguments.if_missing and files.cert.exists():
         print(f"{files.cert} is there")
         return 0
@@ -48,8 +51,8 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
             before = names_of(first_certificate(files.cert.read_bytes())) if files.cert.exists() else ()
         else:
             authority, before = _new_authority(files, state_dir, now), ()
-        names = tuple(dict.fromkeys([*arguments.host, *configured_names(config), *before, *names_here()]))
-        _replace(files.cert, server_certificate(authority, names, now, arguments.days), 0o600)
+        names = _names(arguments, config, before)
+        replace(files.cert, server_certificate(authority, names, now, arguments.days).decode())
     except FileExistsError as error:
         message = f"{error.filename} is there already; --renew makes a new certificate of the same CA"
         return command_line.fail("unicrond tls-init", message, 2)
@@ -68,6 +71,54 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
         print(f"  UNICRON_TLS_CA=ca.pem unicronctl --url https://{names[0]}:{config.api.port} status")
     print(f"{ca_key_of(state_dir)} can sign more certificates: nobody but the head's user may read it.")
     return 0
+
+
+def _roll(arguments: argparse.Namespace, config: Config, files: Files, now: datetime) -> int:
+    """Carry out a phase of the CA's replacement, and say what comes next; return the exit code."""
+    roll = AuthorityRoll(files.ca, ca_key_of(Path(config.state_dir)), files.cert)
+    try:
+        authority_of(config)  # else there is nothing to replace
+        before = names_of(first_certificate(files.cert.read_bytes()))
+        match arguments.roll:
+            case "trust":
+                has_changed = roll.trust(now)
+            case "certificate":
+                names = _names(arguments, config, before)
+                has_changed = roll.certificate(lambda ca: server_certificate(ca, names, now, arguments.days))
+            case "finish":
+                has_changed = roll.finish()
+            case _:
+                has_changed = False
+        phase = roll.phase()
+    except (NoAuthority, BadCertificate, OutOfTurn) as error:
+        return command_line.fail("unicrond tls-init", error, 2)
+    except OSError as error:
+        return command_line.fail("unicrond tls-init", f"cannot use {error.filename}: {error.strerror}")
+    if arguments.roll == "finish" and has_changed:
+        print(_FINISHED.format(ca=files.ca))
+        return 0
+    print(_PHASES[phase].format(ca=files.ca, cert=files.cert))
+    return 0
+
+
+#: Where the CA's replacement is, and what to do now.
+_PHASES = {
+    Phase.NONE: "{ca} holds one CA: none is being replaced. unicrond tls-init --roll trust begins.",
+    Phase.TRUST: """Phase trust: {ca} holds the old CA, which signs, and the new one.
+Now give both to all who check the head: `unicrond enroll` each node again, its file into the place of the old key; copy
+{ca} to people, Prometheus and other heads' STATE_DIR/tls, with all that lies there. Agents take it by themselves.
+Who has the old CA alone after the next phase cannot connect. Then: unicrond tls-init --roll certificate""",
+    Phase.CERTIFICATE: """Phase certificate: the new CA signs, and has signed {cert}; {ca} holds both.
+A head that runs here takes it within a second; copy STATE_DIR/tls to other heads. Now `unicrond enroll` each node
+again: its key gets a certificate of the new CA. Then: unicrond tls-init --roll finish""",
+}
+_FINISHED = """{ca} holds the new CA alone; copy it, and STATE_DIR/tls to other heads.
+Nodes' keys carry the old CA too until they are enrolled once more: do that where its key may be in wrong hands."""
+
+
+def _names(arguments: argparse.Namespace, config: Config, before: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names for the head's certificate. `before`: those of the one that it replaces."""
+    return tuple(dict.fromkeys([*arguments.host, *configured_names(config), *before, *names_here()]))
 
 
 def configured_names(config: Config) -> Iterator[str]:
@@ -109,23 +160,6 @@ def _new_authority(files: Files, state_dir: Path, now: datetime) -> Authority:
     for path in (key, files.ca):
         if path.exists():
             raise FileExistsError(errno.EEXIST, "is there already", str(path))
-    _replace(key, authority.key_pem, 0o600)
-    _replace(files.ca, authority.certificate_pem, 0o600)
+    replace(key, authority.key_pem.decode())
+    replace(files.ca, authority.certificate_pem.decode())
     return authority
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Create a file and write it. Raises FileExistsError, OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
-
-
-def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Replace a file, whole or not at all."""
-    new = path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    _write(new, data, mode)
-    new.replace(path)

@@ -1,0 +1,122 @@
+"""The CA of `unicrond tls-init` is replaced while the cluster runs, in three phases.
+
+Rules
+-----
+* Nobody trusts a new CA before it has a copy of it, so the CA is spread first and signs later: `trust` (ca.pem holds
+  both, the old one signs), `certificate` (the new one signs; both are trusted), `finish` (ca.pem holds the new one).
+  The old CA cannot sign the new one: it may sign nothing that is a CA (certificates.py).
+* The phase is what the files say; nothing else remembers it. ca-next.key holds the new CA's key and certificate in one
+  file, and takes the place of ca.key last of all in `certificate`.
+* Each file is replaced whole, after what it needs: a phase that was cut off is the phase before, and can be repeated;
+  to repeat one that is done changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+from unicrond.events.nats.server_files import replace
+from unicrond.events.trust.certificates import (
+    Authority,
+    BadCertificate,
+    all_certificates,
+    first_certificate,
+    is_signed_by,
+    make_authority,
+    read_authority,
+)
+from unicrond.service.trust.node_certificates import CA_DAYS
+
+
+class Phase(StrEnum):
+    """How far the replacement of the CA is; NONE: one CA signs and is trusted."""
+
+    NONE = "none"
+    TRUST = "trust"
+    CERTIFICATE = "certificate"
+
+
+#: What comes after a phase, as one types it.
+NEXT = {Phase.NONE: "--roll trust", Phase.TRUST: "--roll certificate", Phase.CERTIFICATE: "--roll finish"}
+
+
+class OutOfTurn(ValueError):
+    """The phase that was asked for is not next; the text says which is."""
+
+
+class AuthorityRoll:
+    """The files of a CA that is replaced: its certificates `ca`, its private key, and the head's certificate `cert`."""
+
+    def __init__(self, ca: Path, key: Path, cert: Path) -> None:
+        self._ca = ca
+        self._key = key
+        self._cert = cert
+        self._next = key.with_name("ca-next.key")
+
+    def phase(self) -> Phase:
+        """Return the phase that the files are in. Raises BadCertificate, OSError."""
+        authorities = all_certificates(self._ca.read_bytes())
+        if self._next.exists():
+            return Phase.TRUST if first_certificate(self._next.read_bytes()) in authorities else Phase.NONE
+        return Phase.CERTIFICATE if len(authorities) > 1 else Phase.NONE
+
+    def trust(self, now: datetime) -> bool:
+        """Have ca.pem hold a new CA too; return whether anything has changed. Raises OutOfTurn, BadCertificate,
+        OSError."""
+        if self._is_done(Phase.TRUST, after=Phase.NONE):
+            return False
+        authority = read_authority(self._ca.read_bytes(), self._key.read_bytes())
+        if not self._next.exists():
+            new = make_authority(now, CA_DAYS)
+            replace(self._next, (new.key_pem + new.certificate_pem).decode())
+            self._sync()
+        replace(self._ca, (authority.certificate_pem + self._next_authority().certificate_pem).decode())
+        return True
+
+    def certificate(self, issue: Callable[[Authority], bytes]) -> bool:
+        """Have the new CA sign from now on, first the head's certificate, which `issue` makes; return whether anything
+        has changed. Raises OutOfTurn, BadCertificate, OSError."""
+        if self._is_done(Phase.CERTIFICATE, after=Phase.TRUST):
+            return False
+        authority = self._next_authority()
+        if not is_signed_by(first_certificate(self._cert.read_bytes()), authority.certificate):
+            replace(self._cert, issue(authority).decode())
+            self._sync()
+        self._next.replace(self._key)
+        self._sync()
+        return True
+
+    def finish(self) -> bool:
+        """Have ca.pem hold the CA that signs alone; return whether anything has changed. Raises OutOfTurn,
+        BadCertificate, OSError."""
+        if self._is_done(Phase.NONE, after=Phase.CERTIFICATE):
+            return False
+        authority = read_authority(self._ca.read_bytes(), self._key.read_bytes())
+        replace(self._ca, authority.certificate_pem.decode())
+        return True
+
+    def _is_done(self, phase: Phase, *, after: Phase) -> bool:
+        """Say whether the phase is reached; raise OutOfTurn where it is not the next one either."""
+        now = self.phase()
+        if now not in (phase, after):
+            raise OutOfTurn(f"the CA's replacement is in phase {now}; next comes unicrond tls-init {NEXT[now]}")
+        return now is phase
+
+    def _next_authority(self) -> Authority:
+        pem = self._next.read_bytes()
+        try:
+            return read_authority(pem, pem)
+        except BadCertificate as error:
+            raise BadCertificate(f"{self._next}: {error}") from None
+
+    def _sync(self) -> None:
+        """Have what was renamed on the disk before the next file changes."""
+        descriptor = os.open(self._ca.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
