@@ -1,4 +1,4 @@
-"""Has workers save before their node leaves, where no coordinator moves them away. Rules: machine.py.
+"""Orders workers to save before their node leaves, where no coordinator moves them away. Rules: machine.py.
 
 Rules
 -----
@@ -12,7 +12,7 @@ Rules
   nothing to save: while the log is away, no group trains on without its leader.
 * At three quarters an urgent one to workers that the coordinator has ordered to leave, where no member stays and the
   iteration does not end in time.
-* States in the memory of other nodes do not count: without a log nobody knows whether those nodes stay.
+* The agent relies on no copy in the memory of another node: without the log it cannot know whether that node stays.
 * A worker that has paused has saved, and is ended.
 """
 

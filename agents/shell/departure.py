@@ -3,9 +3,9 @@ exit code.
 
 Ends
 ----
-* SIGTERM: the node is drained within `grace_s`, then it leaves; a second one changes nothing. Where nobody answers, its
-  workers save first (core/last_saves.py). With `hand_over` (a
-  restart): the agent goes, fork server and workers stay for the next one.
+* SIGTERM: the node is drained within `grace_s`, then it leaves; a second one changes nothing. If no coordinator answers
+  the drain, the workers save first (core/last_saves.py). With `hand_over` (a restart) the agent goes, and fork server
+  and workers stay for the next one.
 * SIGINT: the node leaves, without a drain; again: at once. Workers, store and fork server end before the agent.
 * Exit codes: cli.py. What a signal ended is not 0: a place that is to be filled would count as done.
 * A newer agent of the same name (duplicate_agent.py): exit code SUPERSEDED, the workers end; a later boot in the

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _MAX_UNREAD_BYTES = 16 * 1024 * 1024
 _LOOK_EVERY_S = 1.0
 #: What is read at once: others wait for so long.
-_READ_BYTES = 16 * 1024
+READ_BYTES = 16 * 1024
 #: A pause is no shorter, so that there are few.
 _PAUSE_MIN_S = 0.05
 
@@ -149,7 +149,7 @@ class WorkerSockets:
         owner: ConnectionOwner | None = None
         reason = "end of stream"
         try:
-            while data := await reader.read(_READ_BYTES):
+            while data := await reader.read(READ_BYTES):
                 frames_before = incoming.frames
                 for message in incoming.feed(data):
                     if isinstance(message, ConnectionOwner):

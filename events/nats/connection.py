@@ -42,6 +42,7 @@ from unicrond.events.nats.request_reply import Inquiry
 from unicrond.events.nats.request_reply import NoReply as NoReply
 from unicrond.events.nats.request_reply import PublishDenied as PublishDenied
 from unicrond.events.nats.request_reply import ReplyTimeout as ReplyTimeout
+from unicrond.events.nats.url import parse_urls
 from unicrond.events.trust.accounts import client_name
 
 logger = logging.getLogger(__name__)
@@ -431,9 +432,10 @@ async def connect(
     """Open a lasting connection to a NATS server or cluster. `urls`: as people write them (url.py), or one by one.
     `name`: what `nats server report connections` shows.
 
-    Waits for the first session: without end, or at most `timeout_s` (then LogUnavailable says why).
+    Waits for the first session: without end, or at most `timeout_s` (then LogUnavailable says why). Raises ValueError
+    for a URL that is none.
     """
-    servers = [url.strip() for url in urls.split(",")] if isinstance(urls, str) else list(urls)
+    servers = list(parse_urls(urls) if isinstance(urls, str) else urls)
     connection = Connection(servers, name=name, login=login or Login())
     await connection.start(timeout_s)
     return connection

@@ -183,6 +183,7 @@ def test_what_nobody_asks_for_may_be_broken() -> None:
         ([1] * 5, {}, "it has 5 samples, and dataset_size is 23"),
         (Noisy(), {"num_workers": -1}, "give 0 to 1024 processes"),
         (Noisy(), {"prefetch": 0}, "at least one micro-batch ahead"),
+        (Noisy(), {"pin_memory": True}, r"hook.loader\(pin_memory=...\): without num_workers the training process"),
         (Noisy(), {"batch_size": 4}, r"hook.loader\(batch_size=...\): the task says what a batch is"),
         (Noisy(), {"shuffle": True}, "the task says what a batch is"),
     ],
@@ -195,6 +196,24 @@ def test_loader_that_cannot_be_made_says_what_to_change(dataset: Any, options: d
 def test_loader_is_made_before_the_first_step() -> None:
     with pytest.raises(BadLoader, match="before the first step"):
         sampling_over(Noisy(), SAMPLING, has_begun=True)
+
+
+def test_refused_loader_changes_no_sampling() -> None:
+    model = torch.nn.Linear(1, 1)
+    hook = Hook.attach_or_local(Local(1, 2, 1), model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(BadLoader):
+        hook.loader(Noisy(), shuffle=True)
+    hook.loader([torch.ones(1)] * 7)  # would be of another size than the one before
+
+
+def test_micro_batch_without_tokens_counts_none() -> None:
+    """Every token of it is masked: it is no micro-batch of as many tokens as it has samples."""
+    model = torch.nn.Linear(1, 1)
+    hook = Hook.attach_or_local(Local(1, 4, 2), model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in hook.steps():
+        for micro_batch in step:
+            step.backward(model(torch.ones(1)).sum(), tokens=0 if micro_batch else 3, mean=False)
+        assert step.loss == pytest.approx(2 * model(torch.ones(1)).sum().item() / 3)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

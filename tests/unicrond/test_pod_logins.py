@@ -91,6 +91,13 @@ async def test_pod_gets_no_key_while_its_node_floods(served: Served, monkeypatch
     with pytest.raises(ApiRefused, match="a person lets it in again: unicrond enroll gpu1-example"):
         await asyncio.to_thread(client._object, "POST", "/v1/pod-logins", body={"key": make_key("agent-p").user.key})
     assert not served.coordinator.state.logins
+    monkeypatch.undo()
+    key = make_key("agent-p").user.key
+    await asyncio.to_thread(client._object, "POST", "/v1/pod-logins", body={"key": key})
+    await served.until(v.NodeEnrolled)
+    monkeypatch.setattr(served.coordinator, "standing_alarms", lambda: floods)
+    answer = await asyncio.to_thread(client._object, "POST", "/v1/pod-logins", body={"key": key})
+    assert answer["node"] == "gpu1-example", "the key that it has stays its own as long as its login stands"
 
 
 @pytest.fixture

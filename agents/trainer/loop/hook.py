@@ -88,7 +88,7 @@ class Step:
     def backward(self, loss: torch.Tensor, *, tokens: int | None = None, mean: bool = True) -> None:
         """Compute the micro-batch's gradients, and add its loss: a mean over `tokens` (None: over its samples), or with
         mean=False the sum."""
-        self.add(*backward(loss, tokens or self._hook.micro_batch, is_mean=mean))
+        self.add(*backward(loss, self._hook.micro_batch if tokens is None else tokens, is_mean=mean))
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Add the sum of the token losses and the number of tokens of the micro-batches just computed (both 0 in
@@ -221,8 +221,10 @@ class Hook:
         of them; 2), and `pin_memory`, `worker_init_fn`, `multiprocessing_context`, `timeout` of torch's DataLoader.
         Before the first step. Raises BadLoader."""
         driver = self._driver
-        driver.sampling = sampling_over(dataset, driver.sampling, has_begun=driver.member.state != "new")
-        return Loader(dataset, driver.sampling, lambda: self.iterations, **options)
+        sampling = sampling_over(dataset, driver.sampling, has_begun=driver.member.state != "new")
+        loader = Loader(dataset, sampling, lambda: self.iterations, **options)
+        driver.sampling = sampling
+        return loader
 
     @property
     def sums(self) -> Accumulation:

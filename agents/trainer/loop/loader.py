@@ -69,7 +69,7 @@ class _WorkPlace(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What a process is to load: these samples, with random numbers from this seed."""
+    """An order to a process: load these samples, with random numbers from this seed."""
 
     seed: int
     samples: tuple[int, ...]
@@ -159,6 +159,11 @@ class Loader:
             raise BadLoader(
                 f"hook.loader({name}=...): the task says what a batch is (global_batch, micro_batch, seed); of torch's "
                 f"DataLoader it takes {', '.join(PASSED_ON)}"
+            )
+        if options and not num_workers:
+            raise BadLoader(
+                f"hook.loader({next(iter(options))}=...): without num_workers the training process loads, and torch's "
+                "DataLoader does not run; give num_workers, or leave it out"
             )
         self._dataset = _SeededDataset(dataset)
         self._sampling = sampling

@@ -69,7 +69,7 @@ class LocalStep:
 
     def backward(self, loss: torch.Tensor, *, tokens: int | None = None, mean: bool = True) -> None:
         """Compute the micro-batch's gradients, and add its loss and tokens; see `hook.Step.backward`."""
-        self.add(*backward(loss, tokens or self._hook.micro_batch, is_mean=mean))
+        self.add(*backward(loss, self._hook.micro_batch if tokens is None else tokens, is_mean=mean))
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Add the loss and the tokens of the micro-batches just computed."""
@@ -170,8 +170,10 @@ class LocalHook:
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
         """Return a loader of the dataset's micro-batches; see `hook.Hook.loader`. Raises BadLoader."""
-        self._sampling = sampling_over(dataset, self._sampling, has_begun=self._iteration > 0)
-        return Loader(dataset, self._sampling, lambda: self.iterations, **options)
+        sampling = sampling_over(dataset, self._sampling, has_begun=self._iteration > 0)
+        loader = Loader(dataset, sampling, lambda: self.iterations, **options)
+        self._sampling = sampling
+        return loader
 
     def stop(self, reason: str) -> None:
         """Have training end after this iteration. Raises ValueError without a reason."""

@@ -78,10 +78,10 @@ class LoginApi:
                 self._access.count_failure(address, f"POST {request.path}: {refusal}", now_s)
             return error(refusal.status, str(refusal))
         key, node = (await body_of(request, PodEnrolment)).key, pod.node(settings.node)
-        if any(alarm.key == f"node-floods:{node}" for alarm in self._coordinator.standing_alarms()):
-            return error(403, f"node: {node} floods the log; a person lets it in again: unicrond enroll {node}")
         login = self._coordinator.state.logins.get(node)
         is_known = login is not None and login.key == key
+        if not is_known and any(alarm.key == f"node-floods:{node}" for alarm in self._coordinator.standing_alarms()):
+            return error(403, f"node: {node} floods the log; a person lets it in again: unicrond enroll {node}")
         self._recent_s = {name: at_s for name, at_s in self._recent_s.items() if now_s < at_s + POD_LOGIN_EVERY_S}
         if node in self._recent_s and not is_known:
             return error(429, f"node: {node} got a key a moment ago; try again in {POD_LOGIN_EVERY_S:g} s")

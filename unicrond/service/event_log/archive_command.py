@@ -33,7 +33,7 @@ STOP_S = 5.0
 
 
 class ArchiveOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was achieved since the outcome before: the archive holds entries 1 to `last_seq`, `copied` of them new, with
+    """The outcome since the one before: the archive holds entries 1 to `last_seq`, `copied` of them new, with
     `beats` heartbeats as evidence; `removed`: from NATS. `error`: why nothing was archived. `is_trim`: this is the end
     of a trim; `trim_error`: why it removed nothing; `term_too_old`: a coordinator must begin another term first."""
 
@@ -48,7 +48,7 @@ class ArchiveOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TrimOrder(msgspec.Struct, frozen=True):
-    """What to remove from NATS: what is older than `keep_s`, and stands in the archive."""
+    """An order to remove from NATS what is older than `keep_s` and stands in the archive."""
 
     keep_s: float
 

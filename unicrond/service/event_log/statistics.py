@@ -80,7 +80,7 @@ def slack_s(keep_s: float) -> float:
 
 
 def alarms(figures: Figures, config: LogConfig, keep_s: float | None) -> list[Alarm]:
-    """Return what a person has to look at. `keep_s`: what the timer trims to; None: it does not trim."""
+    """Return what a person has to look at. `keep_s`: what the head trims to; None: it does not trim."""
     lines: list[Alarm] = []
     stream = figures.stream
     if config.archive_lag_s and figures.behind_s > BEHIND_LAGS * config.archive_lag_s:
@@ -145,7 +145,7 @@ RECENT_LEAST, RECENT_MOST, RECENT_S = 20, 100, 300.0
 
 
 class ArchiveLag:
-    """How long the first entry that was folded and is not in the archive has waited for it."""
+    """Measures how long the first entry that was folded and is not in the archive has waited for it."""
 
     def __init__(self) -> None:
         #: Which entry was folded at which moment, as looks have found it; those that the archive lacks.
