@@ -16,7 +16,7 @@ from tests.unicrond.cluster import MiniCluster
 from unicrond.core.deciding.batch import STRAY_STOPS_MAX
 from unicrond.core.fold import fold
 from unicrond.core.rules.authority import AUTHORITY
-from unicrond.core.state.state import ClusterState, Task, TaskStatus, WorkerStatus
+from unicrond.core.state.state import ClusterState, NodeStatus, Task, TaskStatus, Worker, WorkerStatus
 from unicrond.core.state.task_parts import LEADS_MAX, Lead
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
@@ -176,6 +176,81 @@ def test_lost_worker_that_met_its_group_unheard_is_no_liar() -> None:
     cluster.say(cluster.hosts["n0"], event)
     assert cluster.state.tasks["a"].progress == before.tasks["a"].progress
     assert cluster.state.refused_observations == before.refused_observations
+
+
+def save(worker: Worker, iteration: int) -> v.CheckpointSaved:
+    about = {"node": worker.node, "task": "a", "worker": worker.worker}
+    return v.CheckpointSaved(**about, iteration=iteration, path="/c", size_bytes=1, duration_us=1)
+
+
+@settings(deadline=None, max_examples=at_most(40))
+@given(st.randoms(use_true_random=False))
+def test_saves_count_as_far_as_groups_have_committed(drawn: random.Random) -> None:
+    """Workers die, nodes are lost and drained; saves of the first replica arrive late, and anybody may lie."""
+    cluster = MiniCluster(drawn.randrange(1000))
+    for number in range(3):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("a", min_workers=1, max_workers=3, iterations=1000)
+    cluster.run()
+    late: list[tuple[str, int]] = []
+    for _ in range(20):
+        task = cluster.state.tasks["a"]
+        move = drawn.choice(["train", "train", "kill", "drain", "lose", "join", "decide", "some moves"])
+        host = cluster.hosts[drawn.choice(list(cluster.hosts))]
+        if move == "train":
+            cluster.train("a", drawn.randint(1, 5))
+            task = cluster.state.tasks["a"]
+            if task.confirmed and task.membership.members:
+                late.append((task.membership.lead, task.progress.iteration))
+        elif move == "kill" and host.processes:
+            cluster.kill_worker(host, drawn.choice(list(host.processes)))
+        elif move == "drain":
+            cluster.cordon(host.name, drain=True)
+        elif move == "lose" and cluster.state.nodes[host.name].status is NodeStatus.UP:
+            cluster.lose(host)
+        elif move == "join":
+            cluster.add_host(host.name, 2)
+            cluster.uncordon(host.name)
+        elif move == "decide":
+            cluster.decide()
+        else:
+            for _ in range(8):
+                drawn.choice(cluster.moves())()
+        task = cluster.state.tasks["a"]
+        leads = task.membership.members[:1] if task.membership else ()
+        for name, iteration in [saved for saved in late if saved[0] in task.workers and drawn.random() < 0.3]:
+            state = say(cluster.state, save(task.workers[name], iteration), task.workers[name].node)
+            assert not state.refused_observations, "an honest save is no lie, however late"
+            reached = state.tasks["a"].progress.checkpoint_iteration
+            assert reached == iteration or iteration < task.progress.checkpoint_iteration == reached
+        for worker in task.workers.values():
+            lie = task.progress.best_iteration + drawn.randint(1, 400)
+            state = say(cluster.state, save(worker, lie), worker.node)
+            if [worker.worker] != [lead.worker for lead in leads]:
+                assert state.tasks["a"].progress == task.progress, "nothing of it is committed"
+
+
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_former_member_that_saves_beyond_all_steps_lies(has_committed: bool) -> None:
+    cluster = MiniCluster(3)
+    for number in range(2):
+        cluster.add_host(f"n{number}")
+    cluster.submit("a", min_workers=1, max_workers=2, iterations=1000)
+    cluster.run()
+    cluster.train("a", 3)
+    lead = cluster.state.tasks["a"].membership.lead
+    former = cluster.state.tasks["a"].workers[lead]
+    cluster.cordon(former.node, drain=True)
+    while not cluster.state.tasks["a"].confirmed or cluster.state.tasks["a"].is_member(lead):
+        assert any(move() for move in reversed(cluster.moves()))
+    if has_committed:
+        cluster.train("a", 2)
+    before = cluster.state
+    assert before.tasks["a"].workers[lead].status is not WorkerStatus.LOST
+    state = say(before, save(former, 900), former.node)
+    assert state.tasks == before.tasks and (former.node in state.refused_observations) is has_committed
+    state = say(before, save(former, 3), former.node)
+    assert state.tasks["a"].progress.checkpoint_iteration == 3 and not state.refused_observations
 
 
 def test_lead_that_went_on_alone_neither_ends_the_task_nor_lies() -> None:

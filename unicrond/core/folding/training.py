@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from unicrond.core.faults import local_faults
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import incidents
-from unicrond.core.rules.authority import is_forgotten
-from unicrond.core.state.changes import has_trained, with_task
+from unicrond.core.rules.authority import is_forgotten, saves_newest
+from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import (
     CALM_ITERATIONS,
@@ -114,9 +114,9 @@ def _troubles(task: Task, event: v.StepCommitted, now_us: int, *, newest: bool, 
 
 
 def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope) -> ClusterState:
-    """Record the newest iteration that storage holds, by the word of a worker of the task."""
+    """Record the newest iteration that storage holds, by the word of those who may save (rules/authority.py)."""
     task = state.tasks.get(event.task)
-    if task is None or not has_trained(task, event.worker):
+    if task is None or not saves_newest(task, event):
         return state
     progress = replace(
         task.progress, checkpoint_iteration=event.iteration, save_failures=_without_saver(task.progress, "unicron")

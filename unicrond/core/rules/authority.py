@@ -10,8 +10,8 @@ Rules
 |---|---|
 | any worker | that it started, waits, is busy, hangs, fails, has ended; that its program asks for the end |
 | member of the newest generation | that it has joined the group; that another member's parameters differ |
-| member of any generation | that a checkpoint is saved |
-| first replica, of the newest generation | who is slow, and whether the links are to be probed |
+| member of any generation | that a checkpoint is saved, of an iteration that is committed |
+| first replica, of the newest generation | that a checkpoint is saved; who is slow; whether links are to be probed |
 | lead, the first of all members | steps and completion, of its generation and of those before it |
 | carrier: has had a worker or taken copies, at any time | what its memory holds, and which peers it knows |
 
@@ -21,6 +21,9 @@ Rules
   the state knows that it was in one (`has_trained`).
 * A lead of which the state knows no longer, since LEADS_MAX have followed it without a commit, is not refused either,
   and what it says changes nothing: nobody can tell whether it was one.
+* A first replica saves before the log holds the step: the lead's agent sums steps up, and a shard may be of another
+  node. The save of a group that another has replaced may come late, and what it has committed last may be told by the
+  next lead. Once that group has committed too, a save of a former member beyond all steps is a lie.
 * A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
 * One member's accusation convicts nobody (`folding/suspicions.py`): more than half of all replicas must say so.
 * AUTHORITY has a rule for every type of observation but requests; a test holds it to that. What a rule refuses is
@@ -86,8 +89,33 @@ def _unless_lead(task: Task, event: v.WorkerObservation, since_generation: int) 
     return f"$.event.worker: {event.worker} on {event.node} leads no group of {task.name}"
 
 
-def _member(task: Task, event: v.CheckpointSaved) -> str:
-    return "" if event.worker not in task.workers else _unless_past_member(task, event.worker)
+def _saver(task: Task, event: v.CheckpointSaved) -> str:
+    worker = task.workers.get(event.worker)
+    if worker is None or worker.status is WorkerStatus.LOST or task.is_member(event.worker):
+        return ""
+    progress = task.progress
+    if progress.committed_generation == task.generation and event.iteration > progress.best_iteration:
+        return (
+            f"$.event.iteration: {event.worker} is no member of generation {task.generation} of {task.name}, "
+            f"which has committed {progress.best_iteration} iterations, not {event.iteration}"
+        )
+    return _unless_past_member(task, event.worker)
+
+
+def saves_newest(task: Task, event: v.CheckpointSaved) -> bool:
+    """Return whether the checkpoint is the newest that storage holds. The first replica of the newest group may save
+    an older one again, after a fall back; another worker's save may be late, or of nothing that is committed."""
+    if not has_trained(task, event.worker):
+        return False
+    if in_first_replica(task, event.worker):
+        return True
+    return task.progress.checkpoint_iteration < event.iteration <= task.progress.best_iteration
+
+
+def in_first_replica(task: Task, name: str) -> bool:
+    """Return whether the worker is of the first replica of the newest generation."""
+    members = () if task.membership is None else task.membership.members
+    return any(member.worker == name and member.replica == members[0].replica for member in members)
 
 
 def _unless_past_member(task: Task, name: str) -> str:
@@ -109,8 +137,7 @@ def _first_replica(task: Task, event: v.StragglerObserved | v.StragglerRecovered
         return ""
     if event.generation != task.generation:
         return _unless_past_member(task, event.worker)
-    members = task.membership.members
-    if any(member.worker == event.worker and member.replica == members[0].replica for member in members):
+    if in_first_replica(task, event.worker):
         return ""
     return f"$.event.worker: {event.worker} is not of the first replica of {task.name}"
 
@@ -153,7 +180,7 @@ AUTHORITY: Mapping[type[v.Observation], AuthorityRule] = {
     v.StopRequested: _own_word,
     v.WorkerJoinedGroup: _newest_member,
     v.CorruptionSuspected: _newest_member,
-    v.CheckpointSaved: _member,
+    v.CheckpointSaved: _saver,
     v.StragglerObserved: _first_replica,
     v.StragglerRecovered: _first_replica,
     v.DegradationObserved: _first_replica,
