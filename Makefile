@@ -11,7 +11,7 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix redteam upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm older-core lint clean help
+.PHONY: install check test browser demo man matrix redteam upgrade slurm containers kubernetes gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -36,6 +36,7 @@ help:
 	@echo "make takeover  how soon a second head decides, with 4 and with 2,000 nodes (about 20 minutes)"
 	@echo "make slurm    deploy/slurm on a real Slurm of four nodes on this machine (needs slurmctld, slurmd, munge)"
 	@echo "make containers  head and agents as process 1 of real containers, as deploy/kubernetes has them (root; runc, debootstrap, bindfs)"
+	@echo "make kubernetes  overlays of deploy/kubernetes on a real Kubernetes of this machine, and faults (root; UNICRON_KUBERNETES: the folder of its programs)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make packages  sdist and wheel of unicrond and of unicrond-lab, in dist/"
@@ -119,6 +120,9 @@ slurm: $(STAMP)
 
 containers: $(STAMP)
 	$(BIN)/python -m tests.containers.run
+
+kubernetes: $(STAMP)
+	$(BIN)/python -m tests.kubernetes.run
 
 gpu-acceptance: $(STAMP)
 	$(BIN)/python -m tests.gpu.acceptance

@@ -1,0 +1,320 @@
+"""unicrond on that Kubernetes: an overlay of deploy/kubernetes, a task that trains on it, what an act brings about."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.containers.cluster import TASK, Watch
+from tests.containers.image import DEPENDENCIES, SITE, built
+from tests.containers.oci import make_cgroups, remove_cgroups
+from tests.containers.pods import MANIFESTS
+from tests.containers.rows import BUILD as IMAGES
+from tests.integration.live import TIMEOUT_S, Live
+from tests.kubernetes.archive import UNICROND
+from tests.kubernetes.machine import Machine, wait_until
+from tests.kubernetes.rows import BUILD
+from unicrond.agents.trainer.loop import corpus
+from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.ctl.client import ApiError, Client
+from unicrond.display.event_lines import EventLine
+
+NAMESPACE = "training"
+HEAD = "unicron-head-0"
+AGENTS = {"daemonset": "daemonset/unicron-agent", "statefulset": "statefulset/unicron-agent"}
+#: Overlays whose agents are a DaemonSet's.
+AGENTS |= dict.fromkeys(("node-object", "external-nats"), AGENTS["daemonset"])
+#: The two claims, and those of two heads.
+_VOLUMES = {
+    "unicron-checkpoints": ("ReadWriteMany", "2Ti"),
+    "log-unicron-head-0": ("ReadWriteOncePod", "60Gi"),
+    "state-unicron-head-0": ("ReadWriteOnce", "20Gi"),
+    "state-unicron-head-1": ("ReadWriteOnce", "20Gi"),
+}
+_ROLLOUT_S = 220
+_SLOTS = [
+    {"name": "UNICRON_AGENT_SLOTS", "value": "1"},  # auto counts GPUs, and there are none
+    {"name": "OMP_NUM_THREADS", "value": "1"},
+    {"name": "UNICRON_HANG_FLOOR_S", "value": "10"},
+]
+_AGENT_SIZES = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "2Gi", "nvidia.com/gpu": 1}}
+_HEAD_SIZES = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
+
+
+class Cluster(Live):
+    """One namespace with an overlay. `until`, `training` and `events` are those of a live cluster."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.directory = machine.directory
+        self.volumes = machine.directory / "volumes"
+        self.overlay = ""
+        self.workers = 0
+        self._client: Client | None = None
+        self.dev = self  # type: ignore[assignment]  # what Live asks of it: the state
+
+    # --- kubectl ---------------------------------------------------------------------------------
+
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        """Return what kubectl says in this namespace."""
+        return self.machine.kubectl("-n", NAMESPACE, *words, stdin=stdin)
+
+    async def do(self, *words: str, stdin: str | None = None) -> str:
+        """Run kubectl beside what else happens."""
+        return await asyncio.to_thread(self.kubectl, *words, stdin=stdin)
+
+    def pods(self, app: str = "unicron-agent") -> dict[str, dict[str, Any]]:
+        """Return the pods with this label, by name."""
+        found = json.loads(self.kubectl("get", "pods", "-l", f"app={app}", "-o", "json"))
+        return {item["metadata"]["name"]: item for item in found["items"]}
+
+    def pod_on(self, node: str) -> str:
+        """Return the name of the agent's pod on a machine."""
+        return next(name for name, pod in self.pods().items() if pod["spec"].get("nodeName") == node)
+
+    def inside(self, pod: str, *words: str) -> str:
+        """Return what a command in a pod says."""
+        return self.kubectl("exec", pod, "--", *words)
+
+    # --- an overlay ------------------------------------------------------------------------------
+
+    def make_volumes(self) -> None:
+        """Make the namespace and a volume for each claim, as a storage class would."""
+        items: list[dict[str, Any]] = [
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        ]
+        for claim, (mode, size) in _VOLUMES.items():
+            self.make_directory(claim)
+            spec = {
+                "capacity": {"storage": size},
+                "accessModes": [mode],
+                "persistentVolumeReclaimPolicy": "Retain",
+                "claimRef": {"namespace": NAMESPACE, "name": claim},
+                "hostPath": {"path": str(self.volumes / claim)},
+            }
+            items.append(
+                {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": claim}, "spec": spec},
+            )
+        self.machine.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(items))
+        checkpoints = self.volumes / "unicron-checkpoints"
+        corpus.build(checkpoints / "stdlib")
+        (checkpoints / "orders").mkdir()
+        (checkpoints / "orders").chmod(0o777)
+        shutil.copy(Path(__file__).parents[1] / "containers" / "hungry_gpt.py", checkpoints)
+
+    def make_directory(self, claim: str) -> Path:
+        """Make what a claim's volume is, empty: writable by the pods' user, for fsGroup does not touch a hostPath."""
+        place = self.volumes / claim
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        place.chmod(0o777)
+        return place
+
+    def apply(self, overlay: str) -> None:
+        """Apply an overlay as it is, below one that changes what a user would: image and sizes."""
+        self.overlay, self._client = overlay, None
+        place = self.directory / "overlays" / overlay
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(MANIFESTS, self.directory / "manifests", dirs_exist_ok=True)
+        text = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "namespace": NAMESPACE,
+            "resources": [f"../../manifests/overlays/{overlay}"],
+            "images": [
+                {
+                    "name": "registry.example.org/unicrond",
+                    "newName": UNICROND.partition(":")[0],
+                    "newTag": UNICROND.partition(":")[2],
+                }
+            ],
+            "patches": [{"patch": yaml.safe_dump(patch)} for patch in self._sizes(overlay)],
+        }
+        (place / "kustomization.yaml").write_text(yaml.safe_dump(text))
+        self.kubectl("apply", "-k", str(place))
+
+    def _sizes(self, overlay: str) -> list[dict[str, Any]]:
+        """The patches: smaller pods, one slot each, and the packages of Python, which are not in the image."""
+        mount = [{"name": "dependencies", "mountPath": DEPENDENCIES, "readOnly": True}]
+        volumes = [{"name": "dependencies", "hostPath": {"path": str(SITE)}}]
+
+        def patch(kind: str, name: str, container: dict[str, Any], first: str) -> dict[str, Any]:
+            spec: dict[str, Any] = {"volumes": volumes, "containers": [{"volumeMounts": mount, **container}]}
+            if overlay != "external-nats":
+                spec["initContainers"] = [{"name": first, "volumeMounts": mount}]
+            return {
+                "apiVersion": "apps/v1",
+                "kind": kind,
+                "metadata": {"name": name},
+                "spec": {"template": {"spec": spec}},
+            }
+
+        head = patch("StatefulSet", "unicron-head", {"name": "unicrond", "resources": _HEAD_SIZES}, "tls")
+        kind = "StatefulSet" if overlay == "statefulset" else "DaemonSet"
+        agent = patch(kind, "unicron-agent", {"name": "agent", "resources": _AGENT_SIZES, "env": _SLOTS}, "login")
+        return [head, agent]
+
+    def set_up(self, overlay: str) -> float:
+        """Apply it and give agents the head's CA, as the README says; return the seconds until all pods are ready."""
+        began_s = time.monotonic()
+        self.apply(overlay)
+        self.until_rolled("statefulset/unicron-head")
+        if overlay != "external-nats":
+            self.give_ca()
+        self.until_rolled(AGENTS[overlay])
+        return time.monotonic() - began_s
+
+    def give_ca(self) -> None:
+        """Put the head's CA into the ConfigMap that agents wait for."""
+        ca = self.inside(HEAD, "cat", "/var/lib/unicron/state/tls/ca.pem")
+        entry = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "unicron-ca"}, "data": {"ca.pem": ca}}
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(entry))
+
+    def until_rolled(self, what: str) -> None:
+        """Wait for a rollout's end."""
+        try:
+            self.kubectl("rollout", "status", what, f"--timeout={_ROLLOUT_S}s")
+        except AssertionError as error:
+            pods = self.kubectl("describe", "pods")
+            logs = self.kubectl("logs", "--selector", f"app={what.partition('/')[2]}", "--all-containers", "--prefix")
+            raise AssertionError(f"{error}\n{pods}\n{logs}\n{self.events_by_reason()}") from None
+
+    def tear_down(self) -> None:
+        """Remove the overlay and what its head has written."""
+        self.machine.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=150s")
+        self.machine.kubectl("delete", "persistentvolume", "--all", "--timeout=60s")
+        shutil.rmtree(self.volumes, ignore_errors=True)
+        self.overlay, self._client = "", None
+
+    # --- the head --------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> Client:
+        """Asks the head behind the Service."""
+        if self._client is None:
+            self._client = self._new_client()
+        return self._client
+
+    def _new_client(self) -> Client:
+        address = self.kubectl("get", "service", "unicron-head", "-o", "jsonpath={.spec.clusterIP}")
+        url = f"{address}:7470"
+        if self.overlay == "external-nats":
+            found = self.kubectl("get", "secret", "unicron", "-o", "jsonpath={.data.api-token}")
+            return Client(f"http://{url}", base64.b64decode(found).decode(), 5.0)
+        state = self.volumes / f"log-{HEAD}" / "state"
+        token, ca = (state / "operator.token").read_text().strip(), state / "tls" / "ca.pem"
+        return Client(f"https://{url}", token, 5.0, ca=ca, server_name="unicron-head")
+
+    async def state(self) -> tuple[ClusterState, str]:
+        """Return the head's state and its digest."""
+        return await asyncio.to_thread(lambda: self.client.state())
+
+    def lines(self, after: int = 0) -> list[EventLine]:
+        """Return the log's entries after a sequence number."""
+        return list(self.client.events(after))
+
+    async def train(self, workers: int = 3) -> ClusterState:
+        """Return the state once a task of so many workers trains; an earlier row's goes on."""
+        self.workers = workers
+        state, _ = await self.state()
+        if TASK not in state.tasks:
+            spec = {
+                "name": TASK,
+                "max_workers": workers,
+                "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
+                "data": "/checkpoints/stdlib",
+                "entry": "/checkpoints/hungry_gpt.py",
+                "args": ["/checkpoints/orders"],
+                "global_batch": 12,
+                "iterations": 1_000_000,
+                "checkpoint": {"interval": 0},
+            }
+            await asyncio.to_thread(lambda: self.client.submit(spec))
+        return await self.training(None, beyond=5)
+
+    async def watch(self) -> Watch:
+        """Return what watches from just before an act."""
+        state, _ = await self.state()
+        return Watch(self, state, (await asyncio.to_thread(self.lines))[-1].seq)  # type: ignore[arg-type]
+
+    async def ready_again(self) -> float:
+        """Return the seconds until the head's API says that it is live again; it must first be away."""
+        began_s = time.monotonic()
+        await asyncio.to_thread(wait_until, self.is_live, TIMEOUT_S, "live head")
+        return time.monotonic() - began_s
+
+    def is_live(self) -> bool:
+        """Whether the head decides."""
+        try:
+            return bool(self.client.health()["status"] == "live")
+        except ApiError:
+            return False
+
+    def events_by_reason(self) -> str:
+        """Return what `kubectl get events` says, sorted by reason."""
+        columns = "REASON:.reason,TYPE:.type,COUNT:.count,OBJECT:.involvedObject.name,MESSAGE:.message"
+        words = ("get", "events", "--all-namespaces", "--sort-by=.reason", "--output", f"custom-columns={columns}")
+        return self.machine.kubectl(*words) + "\n"
+
+    def restarts(self) -> int:
+        """How often containers of head and agents were started anew in their pods."""
+        pods = [*self.pods().values(), *self.pods("unicron-head").values()]
+        return sum(one["restartCount"] for pod in pods for one in pod["status"].get("containerStatuses", ()))
+
+
+def up_on(*nodes: str, boots: dict[str, int] | None = None) -> Callable[[ClusterState], bool]:
+    """Return whether the agents of these nodes are there, each a newer one than `boots` says."""
+
+    def holds(state: ClusterState) -> bool:
+        found = [state.nodes.get(node) for node in nodes]
+        return all(
+            node is not None and node.status is NodeStatus.UP and node.agent.boot > (boots or {}).get(name, -1)
+            for name, node in zip(nodes, found, strict=True)
+        )
+
+    return holds
+
+
+@contextlib.contextmanager
+def running_cluster() -> Iterator[Cluster]:
+    """Yield a cluster without an overlay; it ends with the process, which is the first of its pid namespace."""
+    assert os.getpid() == 1, "a cluster has to be alone in its namespaces: make kubernetes"
+    subprocess.run("mount --make-rshared / && mount -t tmpfs none /run && mkdir /run/netns", shell=True, check=True)
+    make_cgroups()
+    image = built(IMAGES)
+    remove_cgroups()
+    machine = Machine(BUILD / "machine", image)
+    machine.start()
+    yield Cluster(machine)
+
+
+def hold(overlay: str) -> int:
+    """Have a task train on an overlay until a signal comes, and say how to get in."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt), running_cluster() as cluster:
+        cluster.make_volumes()
+        ready_s = cluster.set_up(overlay)
+        asyncio.run(cluster.train())
+        outside = f"$(pgrep -f -n 'tests.kubernetes.cluster {overlay}')"
+        print(f"{overlay}: all pods ready after {ready_s:.0f} s, a task trains. In another terminal:")
+        print(f"  nsenter --target {outside} --mount --net --pid")
+        print(f"  export KUBECONFIG={cluster.machine.kubeconfig} PATH={cluster.directory}/tools:$PATH", flush=True)
+        signal.pause()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(hold(sys.argv[1]))

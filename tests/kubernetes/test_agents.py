@@ -1,0 +1,135 @@
+"""Agents' pods of a DaemonSet: deleted, evicted, rolled, killed; and nothing else fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.containers.cluster import NO_DAMAGE, Watch
+from tests.kubernetes.cluster import AGENTS, NAMESPACE, Cluster, up_on
+from tests.kubernetes.machine import NODES
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
+Record = Callable[[str, str], None]
+TOLD = ("NodeLeaving", "NodeLost", "WorkerExited", "ErrorReported", "NodeJoined")
+
+
+async def boots(cluster: Cluster) -> dict[str, int]:
+    """Return each node's agent's number."""
+    state, _ = await cluster.state()
+    return {name: state.nodes[name].agent.boot for name in NODES if name in state.nodes}
+
+
+async def clean(watch: Watch) -> str:
+    """Say that nothing followed from an act, which is asserted."""
+    assert await watch.damage() == NO_DAMAGE, [line.summary for line in watch.lines()]
+    return "no incident, nothing repeated"
+
+
+async def test_overlay_daemonset_is_ready(whole_cluster: Cluster, record: Record) -> None:
+    if whole_cluster.overlay:
+        whole_cluster.tear_down()
+    whole_cluster.make_volumes()
+    ready_s = await asyncio.to_thread(whole_cluster.set_up, "daemonset")
+    began_s = time.monotonic()
+    await whole_cluster.train()
+    trained_s = time.monotonic() - began_s
+    record(
+        "`kubectl apply -k` of `daemonset` on three machines, then `unicron-ca`, then a task",
+        f"all pods ready after {ready_s:.0f} s; three workers have committed five iterations {trained_s:.0f} s later; "
+        f"{whole_cluster.restarts()} restarts",
+    )
+
+
+@pytest.mark.parametrize("words", [("--wait=false",), ("--force", "--grace-period=0", "--wait=false")])
+async def test_deleted_pod_loses_no_work(cluster: Cluster, record: Record, words: tuple[str, ...]) -> None:
+    await cluster.train()
+    before, pod = await boots(cluster), cluster.pod_on("n1")
+    watch = await cluster.watch()
+    watch.act()
+    await cluster.do("delete", "pod", pod, *words)
+    whole_s = await watch.whole(also=up_on("n1", boots=before))
+    is_forced = "--force" in words
+    record(
+        f"`kubectl delete pod{' --force' if is_forced else ''}` of an agent",
+        f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s; {await clean(watch)}",
+    )
+
+
+async def test_evicted_pod_loses_no_work(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    before, pod = await boots(cluster), cluster.pod_on("n2")
+    watch = await cluster.watch()
+    watch.act()
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
+    await cluster.do("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+    whole_s = await watch.whole(also=up_on("n2", boots=before))
+    record(
+        "eviction by the API: a DaemonSet's pod",
+        f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s; {await clean(watch)}",
+    )
+
+
+async def test_rolling_updates_lose_no_work(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    seconds = []
+    watch = await cluster.watch()
+    watch.act()
+    for _ in range(2):
+        before, began_s = await boots(cluster), time.monotonic()
+        await cluster.do("rollout", "restart", AGENTS["daemonset"])
+        await asyncio.to_thread(cluster.until_rolled, AGENTS["daemonset"])
+        seconds.append(time.monotonic() - began_s)
+        await watch.whole(also=up_on(*NODES, boots=before))
+    record(
+        "`kubectl rollout restart` of the DaemonSet, twice in a row",
+        f"{seconds[0]:.0f} s and {seconds[1]:.0f} s (3 x 10 s of each are `minReadySeconds`); {await clean(watch)}",
+    )
+
+
+async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, record: Record) -> None:
+    state = await cluster.train()
+    (pid,) = (worker.pid for worker in state.tasks["big"].workers.values() if worker.node == "n1")
+    watch = await cluster.watch()
+    watch.act()
+    await asyncio.to_thread(cluster.inside, cluster.pod_on("n1"), "kill", "-9", str(pid))
+    whole_s = await watch.whole()
+    record("`kill -9` of a worker", f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s")
+
+    await cluster.train()
+    before, watch = await boots(cluster), await cluster.watch()
+    script = "kill -9 $(ps -eo pid,args | awk '/agents.shell.cli/ && !/awk/ {print $1; exit}')"
+    watch.act()
+    await asyncio.to_thread(cluster.inside, cluster.pod_on("n1"), "sh", "-c", script)
+    state = await cluster.until("the next agent", up_on("n1", boots=before))
+    joined_s = watch.told("NodeJoined")
+    record(
+        "the agent killed in its container",
+        f"the next one has joined after {joined_s:.1f} s, with the same worker; {await clean(watch)}",
+    )
+
+
+async def test_lost_machine_is_healed(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    watch = await cluster.watch()
+    watch.act()
+    cluster.machine.link("n2", "down")
+    try:
+        await cluster.until("the loss", lambda state: not up_on("n2")(state))
+        rest_s = await watch.whole(workers=2)
+        await asyncio.sleep(20 - rest_s if rest_s < 20 else 0)
+    finally:
+        cluster.machine.link("n2", "up")
+    back_s = await watch.whole(also=up_on("n2"))
+    state = await cluster.training(None)
+    assert not any(node.isolation.active for node in state.nodes.values())
+    record(
+        "an agent's machine away for 20 s",
+        f"lost at {watch.told('NodeLost'):.1f} s, the others train on at {rest_s:.1f} s; all three {back_s:.1f} s "
+        "after the act, not isolated",
+    )

@@ -1,0 +1,108 @@
+"""The head's pod on a DaemonSet's cluster: killed, deleted, rolled; its machine dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.containers.cluster import Watch
+from tests.kubernetes.cluster import HEAD, Cluster, up_on
+from tests.kubernetes.machine import NODES, wait_until
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
+Record = Callable[[str, str], None]
+
+
+async def decides_again(cluster: Cluster, watch: Watch, starts: int) -> float:
+    """Return the seconds from the act until another head has begun and is live; no node may be lost."""
+
+    def holds() -> bool:
+        return cluster.is_live() and len(watch.lines("CoordinatorStarted")) >= starts
+
+    await asyncio.to_thread(wait_until, holds, 150, "new head")
+    after_s = time.monotonic() - watch.began_s
+    await cluster.training(None)
+    assert not watch.lines("NodeLost"), watch.said("NodeLost")
+    return after_s
+
+
+async def test_head_that_ends_is_followed(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    for act, words in {
+        "the head's pod deleted": ("delete", "pod", HEAD, "--wait=false"),
+        "the same, `--force`": ("delete", "pod", HEAD, "--force", "--grace-period=0", "--wait=false"),
+        "`kubectl rollout restart` of the head": ("rollout", "restart", "statefulset/unicron-head"),
+    }.items():
+        watch = await cluster.watch()
+        watch.act()
+        await cluster.do(*words)
+        after_s = await decides_again(cluster, watch, 1)
+        await asyncio.to_thread(cluster.until_rolled, "statefulset/unicron-head")
+        record(act, f"the next head decides {after_s:.1f} s after it; no node lost, training goes on")
+
+
+async def test_killed_server_of_head_is_replaced(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    watch = await cluster.watch()
+    watch.act()
+    script = "kill -9 $(ps -eo pid,comm | awk '/nats-server/ {print $1; exit}')"
+    await asyncio.to_thread(cluster.inside, HEAD, "sh", "-c", script)
+    await asyncio.sleep(5)
+    live_s = await cluster.ready_again()
+    await cluster.training(None)
+    assert not watch.lines("NodeLost") and live_s < 10
+    record("the head's nats-server killed", "live again within 5 s, no node lost")
+
+
+def processes_of(node: str) -> list[int]:
+    """Return all that runs in pods of a machine."""
+    found = []
+    for path in Path("/sys/fs/cgroup").glob(f"memory/unicron-kubernetes-{node}/**/cgroup.procs"):
+        with contextlib.suppress(OSError):
+            found += [int(pid) for pid in path.read_text().split()]
+    return [pid for pid in found if pid > 0]
+
+
+async def test_dead_machine_of_head_is_left(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    node = cluster.pods("unicron-head")[HEAD]["spec"]["nodeName"]
+    machine, watch = cluster.machine, await cluster.watch()
+    watch.act()
+    machine.link(node, "down")
+    machine.stop(f"kubelet-{node}")
+    for pid in processes_of(node):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    taint = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    try:
+        not_ready = lambda: "NotReady" in machine.kubectl("get", "node", node, "--no-headers")  # noqa: E731
+        not_ready_s = await asyncio.to_thread(wait_until, not_ready, 120, "NotReady")
+        machine.kubectl("taint", "node", node, taint)
+
+        def is_elsewhere() -> bool:
+            pod = cluster.pods("unicron-head").get(HEAD, {})
+            return bool(pod) and pod["spec"].get("nodeName") not in (None, node) and pod["status"]["phase"] == "Running"
+
+        await asyncio.to_thread(wait_until, is_elsewhere, 150, "new pod")
+        moved_s = time.monotonic() - watch.began_s
+        await asyncio.to_thread(wait_until, cluster.is_live, 150, "live head")
+        live_s = time.monotonic() - watch.began_s
+    finally:
+        machine.link(node, "up")
+        machine.restart(f"kubelet-{node}")
+        machine.kubectl("taint", "node", node, f"{taint}-")
+    await asyncio.to_thread(machine.until_ready)
+    await cluster.until("all agents", up_on(*NODES))
+    await cluster.training(None)
+    record(
+        "the head's machine dead; the out-of-service taint as soon as Kubernetes says NotReady",
+        f"NotReady after {not_ready_s:.0f} s; the new pod runs at {moved_s:.0f} s, its head is live "
+        f"{live_s - moved_s:.0f} s later; whole again once the machine is back",
+    )

@@ -1,0 +1,147 @@
+"""The other overlays: what each adds to `daemonset`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.containers.cluster import NO_DAMAGE
+from tests.kubernetes.cluster import Cluster, up_on
+from tests.kubernetes.machine import wait_until
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
+Record = Callable[[str, str], None]
+STATEFUL = tuple(f"unicron-agent-{index}" for index in range(3))
+
+
+@pytest.mark.overlay("node-object")
+async def test_cordon_and_drain_of_machine_reach_cluster(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    machine, watch = cluster.machine, await cluster.watch()
+    watch.act()
+    await asyncio.to_thread(machine.kubectl, "cordon", "n1")
+    await watch.whole(workers=2, also=lambda state: state.nodes["n1"].cordon.active)
+    told_s = watch.told("NodeCordoned", "DrainBegun")
+    await asyncio.to_thread(machine.kubectl, "uncordon", "n1")
+    await cluster.until("no cordon", lambda state: not state.nodes["n1"].cordon.active)
+    await cluster.training(None)
+    assert await watch.damage() == NO_DAMAGE
+    record(
+        "`kubectl cordon`, which this overlay takes for a drain, and `uncordon`",
+        f"drained after {told_s:.1f} s, three workers again after the uncordon; no incident, nothing repeated",
+    )
+
+
+@pytest.mark.overlay("node-object")
+async def test_drain_and_return_are_events_of_node(cluster: Cluster, record: Record) -> None:
+    machine = cluster.machine
+
+    def reasons() -> set[str]:
+        items = json.loads(machine.kubectl("get", "events", "--all-namespaces", "-o", "json"))["items"]
+        return {item["reason"] for item in items if item["involvedObject"] == item["involvedObject"] | {"name": "n1"}}
+
+    expected = {"UnicronInService"}
+    await asyncio.to_thread(wait_until, lambda: expected <= reasons(), 30, "events")
+    ours = sorted(reason for reason in reasons() if reason.startswith("Unicron"))
+    assert {"UnicronDraining", "UnicronCordoned"} & set(ours)
+    record("then `kubectl describe node`", f"Events: {', '.join(ours)}")
+
+
+@pytest.mark.overlay("node-object")
+async def test_silent_kubelet_cordons_its_machine(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    watch = await cluster.watch()
+    watch.act()
+    cluster.machine.stop("kubelet-n1")
+    try:
+        state = await cluster.until("a cordon", lambda state: state.nodes["n1"].cordon.active)
+        told_s = time.monotonic() - watch.began_s
+    finally:
+        cluster.machine.go_on("kubelet-n1")
+    await cluster.until("no cordon", lambda state: not state.nodes["n1"].cordon.active)
+    state = await cluster.training(None)
+    assert not watch.lines("NodeLost") and not state.incidents
+    record(
+        "a machine's kubelet silent, and back",
+        f"cordoned after {told_s:.0f} s, its worker trains on; back in service afterwards",
+    )
+
+
+@pytest.mark.overlay("statefulset")
+async def test_pods_of_statefulset_are_replaced_and_scaled(cluster: Cluster, record: Record) -> None:
+    await cluster.do("scale", "statefulset/unicron-agent", "--replicas=3")
+    await asyncio.to_thread(cluster.until_rolled, "statefulset/unicron-agent")
+    await cluster.train()
+    watch = await cluster.watch()
+    before = (await cluster.state())[0].nodes[STATEFUL[1]].agent.boot
+    watch.act()
+    await cluster.do("delete", "pod", STATEFUL[1], "--wait=false")
+    deleted_s = await watch.whole(also=up_on(STATEFUL[1], boots={STATEFUL[1]: before}))
+    assert await watch.damage() == NO_DAMAGE
+    record(
+        "StatefulSet: `kubectl delete pod` of an agent",
+        f"told at {watch.told('NodeLeaving'):.1f} s, whole after {deleted_s:.1f} s; no incident, nothing repeated",
+    )
+    watch = await cluster.watch()
+    watch.act()
+    await cluster.do("scale", "statefulset/unicron-agent", "--replicas=1")
+    down_s = await watch.whole(workers=1)
+    assert await watch.damage() == NO_DAMAGE
+    watch = await cluster.watch()
+    watch.act()
+    await cluster.do("scale", "statefulset/unicron-agent", "--replicas=3")
+    up_s = await watch.whole(workers=3)
+    record(
+        "StatefulSet: scaled from 3 to 1 and back",
+        f"one trains on after {down_s:.1f} s, three again after {up_s:.1f} s; no incident, nothing repeated",
+    )
+
+
+@pytest.mark.overlay("statefulset")
+async def test_drained_machine_of_statefulset_gives_its_pods_away(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    node = cluster.pods()[STATEFUL[2]]["spec"]["nodeName"]
+    watch = await cluster.watch()
+    watch.act()
+    words = ("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=120s")
+    try:
+        await asyncio.to_thread(cluster.machine.kubectl, *words)
+        whole_s = await watch.whole(also=up_on(*STATEFUL))
+    finally:
+        cluster.machine.kubectl("uncordon", node)
+    assert await watch.damage() == NO_DAMAGE
+    record(
+        "StatefulSet: `kubectl drain` of a machine",
+        f"its pods run elsewhere, whole after {whole_s:.1f} s; no incident, nothing repeated",
+    )
+
+
+@pytest.mark.overlay("external-nats")
+async def test_second_head_leads_and_passes_writes_on(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    leader = cluster.client.health()["heads"]["leader"]["api"].partition(".")[0]
+    watch = await cluster.watch()
+    watch.act()
+    await cluster.do("delete", "pod", leader, "--force", "--grace-period=0", "--wait=false")
+
+    def other_leads() -> bool:
+        return cluster.is_live() and bool(watch.lines("CoordinatorStarted"))
+
+    await asyncio.to_thread(wait_until, other_leads, 60, "another leader")
+    led_s = (watch.lines("CoordinatorStarted")[0].recorded_at_us - watch.began_us) / 1e6
+    await asyncio.to_thread(cluster.until_rolled, "statefulset/unicron-head")
+    await cluster.training(None)
+    assert not watch.lines("NodeLost")
+    for head in ("unicron-head-0", "unicron-head-1"):
+        await asyncio.to_thread(cluster.inside, head, "unicronctl", "cordon", "n0", "--reason", f"asked {head}")
+        await cluster.until("a cordon", lambda state: state.nodes["n0"].cordon.active)
+        await asyncio.to_thread(cluster.inside, head, "unicronctl", "uncordon", "n0")
+        await cluster.until("no cordon", lambda state: not state.nodes["n0"].cordon.active)
+    record(
+        "`external-nats`: the head that leads deleted by force; then `unicronctl cordon` in either head's pod",
+        f"the other one leads after {led_s:.1f} s, no node lost; both take the order",
+    )
