@@ -1,7 +1,8 @@
-"""JSON patches of a kustomization, applied as kustomize does, for where there is no kubectl."""
+"""JSON patches and replacements of a kustomization, applied as kustomize does, for where there is no kubectl."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ def apply(document: dict[str, Any], steps: Iterable[Mapping[str, Any]]) -> None:
                 assert at[key] == step["value"], step["path"]
             case "add" if last == "-":
                 at.append(step["value"])
+            case "add" if isinstance(at, list):
+                at.insert(key, step["value"])
             case "add" | "replace":
                 at[key] = step["value"]
             case "remove":
@@ -31,5 +34,34 @@ def apply(document: dict[str, Any], steps: Iterable[Mapping[str, Any]]) -> None:
 def patch(document: dict[str, Any], overlay: Path) -> None:
     """Apply an overlay's patches for this object."""
     for each in yaml.safe_load((overlay / "kustomization.yaml").read_text()).get("patches", ()):
-        if each["target"] == {"kind": document["kind"], "name": document["metadata"]["name"]}:
+        if each.get("target") == {"kind": document["kind"], "name": document["metadata"]["name"]}:
             apply(document, yaml.safe_load(each["patch"]))
+
+
+def manifests(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file. Where its kustomization fills them from another base, they are filled, and patched
+    by the kustomization above it."""
+    documents = [*yaml.safe_load_all(path.read_text())]
+    replacements = yaml.safe_load((path.parent / "kustomization.yaml").read_text()).get("replacements", ())
+    for each in replacements:
+        source, (target,) = each["source"], each["targets"]
+        (base,) = (other for other in path.parent.glob("../../*/*.yaml") if _holds(other, source["kind"]))
+        value = _at(next(yaml.safe_load_all(base.read_text())), source["fieldPath"].split("."))
+        for document in documents:
+            if document["kind"] == target["select"]["kind"]:
+                *parts, last = target["fieldPaths"][0].split(".")
+                _at(document, parts)[last] = copy.deepcopy(value)
+    if replacements:
+        for document in documents:
+            patch(document, path.parents[1])
+    return documents
+
+
+def _holds(path: Path, kind: str) -> bool:
+    return path.name != "kustomization.yaml" and f"\nkind: {kind}\n" in path.read_text()
+
+
+def _at(document: Any, parts: list[str]) -> Any:
+    for part in parts:
+        document = document[int(part)] if part.isdecimal() else document[part]
+    return document

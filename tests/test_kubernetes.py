@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.json_patches import patch
+from tests.json_patches import manifests, patch
 from unicrond.agents.shell import cli, pod_login, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
@@ -32,7 +32,7 @@ KUSTOMIZATIONS = sorted(ROOT.rglob("kustomization.yaml"))
 
 def documents() -> Iterator[Any]:
     for path in FILES:
-        for number, each in enumerate(yaml.safe_load_all(path.read_text())):
+        for number, each in enumerate(manifests(path)):
             yield pytest.param(each, id=f"{path.relative_to(ROOT)}#{number}")
 
 
@@ -50,7 +50,7 @@ def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
 
 
-PODS = [pod for path in FILES for each in yaml.safe_load_all(path.read_text()) for pod in pods(each)]
+PODS = [pod for path in FILES for each in manifests(path) for pod in pods(each)]
 
 
 @pytest.mark.parametrize("document", [*documents()])
@@ -146,10 +146,26 @@ def test_node_object_rights_match_requests_of_agent() -> None:
     assert narrowed == {"nodes": ["UPDATE"], "nodes/status": ["UPDATE"], "events": ["CREATE"]}
 
 
+def test_agents_are_one_template() -> None:
+    """What a DaemonSet, a StatefulSet and a Job have of their own is where a pod is put and which node it is."""
+    agents = [pod for pod in PODS if pod["metadata"]["labels"]["app"] == "unicron-agent"]
+    assert len(agents) == 3
+    nodes = [pod["spec"]["containers"][0]["env"] for pod in agents]
+    named = [next(one for one in env if one["name"] == "UNICRON_AGENT_NODE") for env in nodes]
+    assert [one.get("value") or one["valueFrom"]["fieldRef"]["fieldPath"] for one in named] == [
+        "spec.nodeName",
+        "unicron-agent-agents-0-$(INDEX)",
+        "metadata.name",
+    ]
+    own = ("nodeSelector", "topologySpreadConstraints", "restartPolicy", "containers")
+    rests = [{key: value for key, value in pod["spec"].items() if key not in own} for pod in agents]
+    assert rests[0] == rests[1] == rests[2]
+
+
 def test_selectors_match_pods() -> None:
     labels = [pod["metadata"]["labels"] for pod in PODS]
     for path in FILES:
-        for each in yaml.safe_load_all(path.read_text()):
+        for each in manifests(path):
             spec = each.get("spec") or {}
             wanted = spec.get("podSelector") or spec.get("selector") or {}
             wanted = wanted.get("matchLabels", wanted)
@@ -232,7 +248,8 @@ def test_head_remembers_its_log_on_volume(head: str) -> None:
 def test_commands_that_restore_log_fit_pods_and_programs() -> None:
     """Those of docs/operate/kubernetes.md: the pod's name, the program's flags, the configuration that it has."""
     page = (ROOT.parents[1] / "docs" / "operate" / "kubernetes.md").read_text()
-    commands = re.findall(r"^\$ kubectl -n training exec (\S+) -- unicrond (restore.*)$", page, re.MULTILINE)
+    pattern = r"^\$ kubectl -n training exec (\S+) -- unicrond ((?:restore|backup) .*)$"
+    commands = re.findall(pattern, page, re.MULTILINE)
     assert len(commands) == 2
     for head in ("head", "head-external-nats"):
         (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
@@ -241,7 +258,7 @@ def test_commands_that_restore_log_fit_pods_and_programs() -> None:
         for pod, words in commands:
             assert pod == f"{found['metadata']['name']}-0"
             asked = parser().parse_args(words.split())
-            assert (asked.command, asked.directory, asked.config) == ("restore", None, ours.config)
+            assert asked.directory in (None, Path("/checkpoints/unicron-1")) and asked.config == ours.config
 
 
 def test_head_may_have_tokens_reviewed_and_nothing_else() -> None:
@@ -252,7 +269,7 @@ def test_head_may_have_tokens_reviewed_and_nothing_else() -> None:
 
 
 def test_untested_manifests_say_so() -> None:
-    for path in ("agents-jobset/jobset.yaml", "overlays/jobset/kustomization.yaml"):
+    for path in ("agents-jobset/template/jobset.yaml", "overlays/jobset/kustomization.yaml"):
         assert (ROOT / path).read_text().startswith("# NOT RUN BY US")
     assert "NOT RUN BY US" in (ROOT / "overlays" / "node-object" / "kustomization.yaml").read_text()
 
