@@ -38,8 +38,8 @@ PARSERS = [
     ("unicron-replay", ["state"]),
     ("unicron-replay", ["simulate"]),
 ]
-#: Options in the documents that are other programs': nats, and the commands of tests and benchmarks.
-OTHERS = {"--layers", "--faults", "--requeue", "--no-kill"}
+#: Options in the documents that are other programs': nats, Megatron-LM, and the commands of tests and benchmarks.
+OTHERS = {"--layers", "--faults", "--requeue", "--no-kill", "--load", "--lr-decay-iters"}
 #: Documents whose options are another program's.
 OF_OTHERS = {"megatron-lm.md"}
 

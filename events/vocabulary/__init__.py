@@ -70,6 +70,7 @@ from unicrond.events.vocabulary.task_events import (
 )
 from unicrond.events.vocabulary.tasks import (
     CheckpointSpec, DETERMINISM, DETERMINISTIC, GpuSpec, LANES, LayoutSpec, ModelSpec, OptimizerSpec, TaskSpec,
+    TaskStart,
 )
 from unicrond.events.vocabulary.training import (
     Checksums, CorruptionSuspected, DegradationObserved, HangSuspected, StepCommitted, StragglerObserved,
@@ -222,6 +223,7 @@ __all__ = [
     "TaskFailed",
     "TaskReshaped",
     "TaskSpec",
+    "TaskStart",
     "TaskSubmitted",
     "TaskUpdated",
     "Text",

@@ -132,6 +132,8 @@ StateSource: TypeAlias = Literal["own", "replica", "memory", "peer", "checkpoint
 Precision: TypeAlias = Literal["fp32", "bf16"]
 #: Whose checkpoint it is: unicron's, or one of the program's own.
 Saver: TypeAlias = Literal["unicron", "program"]
+#: What a task does about states that an earlier run of its name has saved (tasks.py).
+StartMode: TypeAlias = Literal["", "resume", "restart", "fork"]
 #: Where in an iteration an ordered fault happens; "": at the first chance.
 FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
 

@@ -38,12 +38,19 @@ class TaskSubmitted(Request, frozen=True, kw_only=True):
         spec = self.spec
         return (
             f"task {spec.name} submitted: weight {spec.weight:g}, {spec.min_workers} to {spec.max_workers}"
-            f" workers, {count(spec.iterations, 'iteration')}"
+            f" workers, {count(spec.iterations, 'iteration')}{_beginning(spec)}"
         )
 
     def tasks_named(self) -> Iterator[str]:
         """Yield the tasks that it names."""
         yield self.spec.name
+
+
+def _beginning(spec: TaskSpec) -> str:
+    """Say what a person has ordered about states of an earlier run of the name; "" for nothing."""
+    mode = spec.start.mode if spec.start else ""
+    source = f" {spec.start.source}" if spec.start and spec.start.source else ""
+    return f", --{mode}{f' of task{source}' if source else ''}" if mode else ""
 
 
 class TaskCancelled(Request, frozen=True, kw_only=True):

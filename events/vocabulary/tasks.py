@@ -16,11 +16,13 @@ from unicrond.events.vocabulary.field_types import (
     Iteration,
     LearningRate,
     Name,
+    NameOrNone,
     Precision,
     Priority,
     Size,
     Small,
     SomeWorkers,
+    StartMode,
     Text,
     User,
     Weight,
@@ -108,6 +110,21 @@ class GpuSpec(Value, frozen=True, kw_only=True):
     layouts: tuple[LayoutSpec, ...] = always(())
 
 
+class TaskStart(Value, frozen=True, kw_only=True):
+    """How a task begins where saved states of an earlier run of its name may lie. The head makes it of a submission.
+
+    `mode` "": it goes on from them where they were made with its settings, and is refused otherwise. "resume": it goes
+    on from them in any case. "restart": it begins from the seed, or from what its program loads; they are kept under
+    another name. "fork": it begins from the newest state of task `source`, in `source_dir` on storage. `run_id`:
+    names this run; the states that it saves say so.
+    """
+
+    mode: StartMode = ""
+    run_id: Text = ""
+    source: NameOrNone = ""
+    source_dir: Text = ""
+
+
 class TaskSpec(Value, frozen=True, kw_only=True):
     """One training job as its file describes it (YAML, see docs/use/task-files.md).
 
@@ -121,7 +138,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     `max_workers` need not be multiples of tp * pp. `gpus`: T on types of GPU for which it is not `throughput`.
     `priority`: whose `min_workers` are met first, where not all can be; the higher goes first. `preemptible`: it runs
     on what the tasks that are not leave over. `vpp`: chunks of the model in each pipeline stage. `ep`: over how many of
-    a tensor-parallel group's workers the experts are. Of both 0: as the program has it.
+    a tensor-parallel group's workers the experts are. Of both 0: as the program has it. `start`: how it begins;
+    None: no run of its name is told from another.
     """
 
     name: Name
@@ -156,6 +174,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     ep: Workers = 0
     priority: Priority = 0
     preemptible: bool = False
+    start: TaskStart | None = None
 
     @property
     def cut(self) -> Shape:

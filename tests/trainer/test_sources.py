@@ -13,6 +13,7 @@ from tests.integration.memory_nodes import OtherNode
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.trainer.lifecycle.candidates import OFFERS_MAX, Candidate, Kind, newest, ordered, row_of, split
 from unicrond.agents.trainer.states import sources
+from unicrond.agents.trainer.states.origins import RunOrigin
 from unicrond.agents.trainer.states.sources import Sources
 from unicrond.events.vocabulary import TaskSpec
 from unicrond.events.vocabulary.shape import Shape
@@ -76,13 +77,15 @@ def test_other_layout_of_same_size_needs_all_shards(other: Shape, monkeypatch: p
         OtherNode("n2", {shard: memories[shard] for shard in (0, 2, 3)}) as there,
     ):
         told: Any = SimpleNamespace(peers=(here, there), passes=None)
-        looking = Sources(context, memories[1], told, lambda shards: {**next(iter(shards)), "rest": len([*shards])})
+        looking = Sources(
+            context, memories[1], told, lambda shards: {**next(iter(shards)), "rest": len([*shards])}, RunOrigin(spec)
+        )
         assert split(tuple(looking.row(is_first=True))) == {"memory": [5], "peer": [7], "checkpoint": []}
         tree, size_bytes = looking.load(Candidate(7, "peer", 0))
         assert cast(object, tree) == {"iteration": 7, "kept": str(other), "rest": 3}
         assert (size_bytes, looking.resharded_from) == (4 * len(str(other)), str(other))
         alone: Any = SimpleNamespace(peers=(there,), passes=None)
-        looking = Sources(context, memories[1], alone, lambda shards: {})
+        looking = Sources(context, memories[1], alone, lambda shards: {}, RunOrigin(spec))
         assert split(tuple(looking.row(is_first=True)))["peer"] == [], "one shard is nowhere"
     for memory in memories.values():
         memory.close()

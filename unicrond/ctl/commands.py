@@ -49,6 +49,9 @@ from unicrond.events.vocabulary.shape import Shape
 if TYPE_CHECKING:
     import argparse
 
+    from unicrond.events.vocabulary import TaskSpec
+    from unicrond.events.vocabulary.field_types import StartMode
+
 
 #: So many of the last events are looked at for the nodes' clocks.
 EVENTS_JUDGED = 2000
@@ -273,9 +276,30 @@ def submit(options: argparse.Namespace) -> None:
             "\n  ".join([f"{options.file}: task {spec.name} is valid", *summary]),
         )
         return
+    spec = _started(spec, options)
     answer = client_of(options).submit(msgspec.to_builtins(spec))
     _warn(answer)
-    _say(options, answer, f"task {spec.name} submitted, at sequence {answer.get('seq')}")
+    outlook = f"; {answer['outlook']}" if answer.get("outlook") else ""
+    _say(options, answer, f"task {spec.name} submitted, at sequence {answer.get('seq')}{outlook}")
+
+
+def _started(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
+    """Return the file's task as the flags want it to begin. A fork keeps its checkpoints beside those of the file's."""
+    from msgspec.structs import replace
+
+    from unicrond.events.vocabulary import TaskStart
+
+    if not options.fork:
+        mode: StartMode = "resume" if options.resume else "restart" if options.restart else ""
+        return replace(spec, start=TaskStart(mode=mode)) if mode else spec
+    directory = spec.checkpoint.dir
+    fork_directory = str(Path(directory).with_name(options.fork)) if directory else ""
+    return replace(
+        spec,
+        name=options.fork,
+        checkpoint=replace(spec.checkpoint, dir=fork_directory),
+        start=TaskStart(mode="fork", source=spec.name, source_dir=directory),
+    )
 
 
 def _warn(answer: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from unicrond.ctl.parsing import REASON, TASK, add_to
-from unicrond.events.cli.command_line import Commands, number, option, whole
+from unicrond.events.cli.command_line import Commands, add, name, number, option, switch, whole
 from unicrond.events.cli.shared_flags import shared
 from unicrond.events.vocabulary import Mode
 
@@ -15,13 +15,25 @@ MODES = get_args(Mode)
 
 def add_tasks_control(commands: Commands) -> None:
     """Add the commands for tasks to the parser of `unicronctl`."""
-    add_to(
+    submit = add_to(
         commands,
         "submit",
         "submit the task that a file describes (docs/use/task-files.md)",
-        ("submit examples/big.yaml", "submit - < task.yaml"),
+        (
+            "submit examples/big.yaml",
+            "submit - < task.yaml",
+            "submit big.yaml --resume      # other settings, from the states that task big has saved",
+            "submit big.yaml --restart     # from the seed; those states are kept in before-*/",
+            "submit big.yaml --fork big-2  # task big-2, from the newest state of task big",
+        ),
         option("file", "FILE", "YAML; - reads stdin"),
         shared("--check", "needs no coordinator"),
+    )
+    add(
+        submit.add_mutually_exclusive_group(),
+        switch("--resume", "go on from the states that the name has, though its settings were others"),
+        switch("--restart", "begin from the seed, or what the program loads; keep the states that the name has"),
+        option("--fork", "NAME", "begin a task of this name from the states of the file's", type=name),
     )
     add_to(
         commands,

@@ -60,6 +60,9 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
         for part in (data, *_dicts(data.get(layouts.FIELD)), *gpus):
             _whole_numbers(part.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())
+        if "start" in data:
+            text = "say it with the order, not in the file: unicronctl submit --resume, --restart or --fork NAME"
+            raise TaskFileError(f"{where}{_line(document.lines, ('start',))}: start: {text}")
         accumulation = data.get("accumulation")
         for today, on_the_log in _ON_THE_LOG.items():
             if accumulation == on_the_log:

@@ -34,10 +34,10 @@ from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.sharded.optimizer import Rows as OptimizerRows
 from unicrond.agents.trainer.sharded.sharing import Sharing
 from unicrond.agents.trainer.states import transfer
-from unicrond.agents.trainer.states.resharding import NoLayout, reshard
+from unicrond.agents.trainer.states.resharding import reshard
 from unicrond.agents.trainer.states.saving import AssembledState, Saving
 from unicrond.agents.trainer.states.sources import Sources, Tree
-from unicrond.agents.trainer.states.state import BadState, TrainingState
+from unicrond.agents.trainer.states.state import BadState, StateRefused, TrainingState
 from unicrond.events.vocabulary import StateSource
 
 
@@ -278,12 +278,12 @@ class EffectHandlers:
     # --- state -----------------------------------------------------------------------------------
 
     def _check_peers(self, effect: e.CheckPeers) -> list[int]:
-        self._sources = Sources(self.context, self.saving.memory, effect.membership, self._resharded)
+        saving = self.saving
+        self._sources = Sources(self.context, saving.memory, effect.membership, self._resharded, saving.origin)
         return self._sources.row(is_first=effect.is_first)
 
     def _load_state(self, effect: e.LoadState) -> LoadedState | str:
-        """Raises NoLayout where it can never be taken over by this layout: to begin from the seed instead would throw
-        away a training without an order to end it."""
+        """Raises StateRefused: to begin from the seed instead would throw away a training without an order to."""
         sources, candidate = self._sources, effect.candidate
         assert sources is not None
         tree: Tree | None = None
@@ -292,7 +292,7 @@ class EffectHandlers:
             candidate_tree, size_bytes = sources.load(candidate)
             self.state.require_fitting(candidate_tree)
             tree = candidate_tree
-        except NoLayout:
+        except StateRefused:
             raise
         except BadState as error:
             reason = str(error)

@@ -158,6 +158,7 @@ class Hook:
         process.replica.require_own_world()
         driver = make_driver(process, models, optimizer, scheduler, dataset_size, gradients)
         driver.member.loaded_iteration = loaded_iteration
+        driver.saving.origin.note_program_state(loaded_iteration or 0)
         hook = Hook(process, driver, overlap, attachment)
         driver.accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
@@ -225,6 +226,12 @@ class Hook:
         loader = Loader(dataset, sampling, lambda: self.iterations, **options)
         driver.sampling = sampling
         return loader
+
+    def look_for_program_state(self, look: Callable[[], int]) -> None:
+        """Have `look` say which checkpoint of its own the program would load now: the iteration after which it was
+        saved, 0 for none. A state that is saved says so: if the program loads an older one when the task is submitted
+        again, that was rolled back, and is obeyed."""
+        self._driver.saving.origin.look_for_program_state = look
 
     @property
     def sums(self) -> Accumulation:

@@ -199,6 +199,8 @@ class Adapter:
             loaded_iteration=loaded_iteration,
             gradients=partial(BufferAccumulation, model, trackers.numel),
         )
+        if args.load and not args.finetune and getattr(args, "ckpt_step", None) is None:
+            hook.look_for_program_state(partial(flags.newest_checkpoint, args.load))
         for chunk in model:  # its own reduction has nothing to do, and would wait for one that began in the backward
             chunk.ddp_config.overlap_grad_reduce = False
         args.overlap_grad_reduce = args.exit_signal_handler = False

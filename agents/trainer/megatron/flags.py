@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from unicrond.events.megatron.command_line import CHECKED_FLAGS, REFUSED_FLAGS, TESTED, refusals
 from unicrond.events.vocabulary import TaskSpec
 
-__all__ = ["TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "require", "take_over"]
+__all__ = ["TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "newest_checkpoint", "require", "take_over"]
 
 
 class FlagsRefused(SystemExit):
@@ -137,3 +138,12 @@ def take_over(args: Any, say: Any) -> ReplacedFlags:
         if args.bf16 or args.fp16:
             say("gradients are added and reduced in fp32 (--accumulate-allreduce-grads-in-fp32)")
     return replaced
+
+
+def newest_checkpoint(directory: str) -> int:
+    """Return after which iteration the checkpoint was saved that `--load` would load now; 0 for none."""
+    try:
+        text = (Path(directory) / "latest_checkpointed_iteration.txt").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return 0
+    return int(text) if text.isdecimal() else 0

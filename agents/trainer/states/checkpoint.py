@@ -1,6 +1,7 @@
 """Checkpoints on storage: the slowest source of state, and the only one that outlives all nodes.
 
     <dir>/iteration-00000120/manifest.json     task, iteration, generation, layout; per shard files and what lies where
+    <dir>/iteration-00000120/made-with.json    which run has made it, with which settings (origins.py)
     <dir>/iteration-00000120/shard-0/          torch's distributed-checkpoint format: .metadata, __0_0.distcp
 
 Rules
@@ -31,6 +32,8 @@ import msgspec
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
+from unicrond.agents.trainer.states import origins
+from unicrond.agents.trainer.states.origins import RunOrigin
 from unicrond.agents.trainer.states.state import BadState, flatten, shapes, unflatten
 from unicrond.agents.trainer.states.state_bytes import check, named_tensors
 from unicrond.events.vocabulary.shape import Shape
@@ -102,7 +105,7 @@ class WrittenCheckpoint:
 @dataclass(frozen=True, slots=True)
 class WriteJob:
     """A checkpoint to write, of which this process writes `shard` of a replica in `layout`. `writer` keeps the drafts
-    of different attempts apart and is the same for all shards of one."""
+    of different attempts apart and is the same for all shards of one. `origin`: of the state; None: it has none."""
 
     directory: Path
     task: str
@@ -112,6 +115,7 @@ class WriteJob:
     layout: Shape
     writer: str
     keep: int
+    origin: RunOrigin | None = None
 
 
 def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None) -> WrittenCheckpoint | None:
@@ -120,7 +124,7 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
     Needs no communication, so any thread may do it. Removes checkpoints older than the newest `keep`. `midway` is
     called when this shard's files are written and nothing is published. Raises OSError.
     """
-    final = job.directory / f"iteration-{job.iteration:08d}"
+    final = path_of(job.directory, job.iteration)
     draft = job.directory / f".draft-{job.iteration:08d}-{job.writer}"
     draft.mkdir(parents=True, exist_ok=True)
     record = _write_shard(draft, job.shard, tree)
@@ -141,11 +145,19 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
         shards=tuple(shard_record for shard_record in records if shard_record is not None),
     )
     _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+    if job.origin is not None:
+        _write_synced(draft / origins.FILE, msgspec.json.encode(job.origin.stored()))
+        origins.put_aside(job.directory, _list_checkpoints(job.directory), job.origin.start, job.iteration)
     _sync_directory(draft)
     _publish(draft, final)
     _sync_directory(job.directory)
     _remove_old(job.directory, job.keep)
     return WrittenCheckpoint(final, manifest.size_bytes)
+
+
+def path_of(directory: Path, iteration: int) -> Path:
+    """Return the directory of the checkpoint after `iteration`."""
+    return directory / f"iteration-{iteration:08d}"
 
 
 def manifest_of(path: Path) -> CheckpointManifest:
@@ -174,9 +186,28 @@ def newest_iterations(directory: Path, task: str) -> dict[int, Shape]:
     return layouts
 
 
+def fork(source: Path, source_task: str, directory: Path, task: str, origin: RunOrigin) -> None:
+    """Give `task` a copy of the newest whole checkpoint of another task, as one of its own run, unless it has any.
+    Raises OSError, OtherSettings where there is none."""
+    if any(origin.is_wanted(origins.origin_of(path)) for _, path in _list_checkpoints(directory)):
+        return
+    iteration = max(newest_iterations(source, source_task), default=0)
+    if not iteration:
+        raise origins.OtherSettings(
+            f"task {task} was submitted with --fork of task {source_task}, and {source} holds no whole checkpoint of "
+            "it; wait for one, or submit it without --fork"
+        )
+    newest = path_of(source, iteration)
+    manifest = msgspec.structs.replace(_manifest(newest, source_task, iteration), task=task)
+    directory.mkdir(parents=True, exist_ok=True)
+    origins.put_aside(directory, _list_checkpoints(directory), origin.start, iteration)
+    texts = {_MANIFEST: msgspec.json.encode(manifest), origins.FILE: msgspec.json.encode(origin.present())}
+    origins.copy_checkpoint(newest, path_of(directory, iteration), texts)
+
+
 def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
     """Load one shard's tree; return it and the bytes that were read. Raises OSError, BadState."""
-    path = directory / f"iteration-{iteration:08d}"
+    path = path_of(directory, iteration)
     manifest = _manifest(path, task, iteration)
     if shard >= len(manifest.shards):
         raise BadState(f"it has {len(manifest.shards)} shards, and none of number {shard}")

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import torch
 
-from unicrond.agents.trainer.states.state import BadState
+from unicrond.agents.trainer.states.state import BadState, StateRefused
 
 #: In a state whose tensors are whole and have their global names (`portable.py`).
 WHOLE = "whole"
@@ -74,7 +74,7 @@ class StateLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: dict[str, str]
 
 
-class NoLayout(BadState):
+class NoLayout(StateRefused):
     """This layout can never load the state: the state does not tell how its tensors lie in the whole, or this worker's
     model does not, or the wholes differ."""
 

@@ -33,11 +33,13 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from unicrond.agents.protocol.memory import Draft, Memory, TooLarge
 from unicrond.agents.protocol.messages import GroupMembership, Reporter
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
 from unicrond.agents.trainer.process.context import Context
-from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states import checkpoint, origins
 from unicrond.agents.trainer.states.state import BadState, TrainingState
 from unicrond.agents.trainer.states.state_bytes import Flat, read
 from unicrond.events.vocabulary import CheckpointSaved, SaveFailed, Saver, SnapshotStored
@@ -89,6 +91,7 @@ class Saving:
         spec = launch.spec
         self._context = context
         self._state = state
+        self.origin = origins.RunOrigin(spec)
         self.memory = Memory(launch.memory, launch.memory_max_bytes) if launch.memory else None
         self._private: Memory | None = None
         self._to_memory = Rhythm(spec.checkpoint.memory_interval if self.memory else 0)
@@ -179,6 +182,7 @@ class Saving:
 
     def _tree(self, iteration: int, loss: float) -> dict[str, Any]:
         tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s, "usual": self.baseline_words}
+        tree[origins.KEY] = msgspec.to_builtins(self.origin.present())
         return tree if self.assembled is None else {**tree, "optimizer": self.assembled.tree}
 
     def _capture(self, iteration: int, loss: float, generation: int, *, to_storage: bool) -> None:
@@ -344,6 +348,7 @@ class Saving:
             layout=launch.spec.cut,
             writer=f"{launch.replica}-{generation}",
             keep=launch.spec.checkpoint.keep,
+            origin=self.origin,
         )
 
     def _midway(self, iteration: int) -> Callable[[], None]:

@@ -28,7 +28,8 @@ from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching
 from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from unicrond.agents.trainer.process.context import Context
-from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states import checkpoint, origins
+from unicrond.agents.trainer.states.origins import Origin, RunOrigin
 from unicrond.agents.trainer.states.resharding import WHOLE, NoLayout
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.agents.trainer.states.state_bytes import read
@@ -40,7 +41,7 @@ Tree: TypeAlias = dict[str, Any]
 
 class Sources:
     """Finds and loads one shard's states. `memory`: its node's. `membership`: names the peers. `reshard`: makes this
-    shard's state from all shards of another layout."""
+    shard's state from all shards of another layout. `origin`: of the states of this run."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class Sources:
         memory: Memory | None,
         membership: GroupMembership,
         reshard: Callable[[Iterable[Tree]], Tree],
+        origin: RunOrigin,
     ) -> None:
         self._context = context
         self._memory = memory
         self._peers = membership.peers
         self._passes = membership.passes
         self._reshard = reshard
+        self._origin = origin
         self._layout = context.launch.spec.cut
         #: By iteration, which node has which shard, and in which layout: of this one where there is a choice.
         self._peer_shards: dict[int, tuple[Shape, dict[int, MemoryService]]] = {}
@@ -71,7 +74,8 @@ class Sources:
         return row_of(self._common(offers))
 
     def load(self, candidate: Candidate) -> tuple[Tree, int]:
-        """Load this shard's tree; return a copy of its own, and the bytes that were read for it. Raises BadState."""
+        """Load this shard's tree; return a copy of its own, and the bytes that were read for it. Raises BadState,
+        StateRefused where the task must end."""
         take: dict[Kind, Callable[[int], tuple[Tree, int]]] = {
             "memory": self._from_memory,
             "peer": self._from_peer,
@@ -84,6 +88,9 @@ class Sources:
             raise BadState(str(error)) from None
         if tree["iteration"] != candidate.iteration:
             raise BadState(f"it is the state after iteration {tree['iteration']}")
+        if candidate.kind != "checkpoint":
+            self._origin.require(origins.origin_in(tree))
+        self._origin.inherit(tree)
         return tree, size_bytes
 
     # --- looking ---------------------------------------------------------------------------------
@@ -120,8 +127,20 @@ class Sources:
     def _look_at_storage(self) -> list[int]:
         spec = self._context.launch.spec
         if spec.checkpoint.dir:
-            self._stored = checkpoint.newest_iterations(Path(spec.checkpoint.dir), spec.name)
+            directory, start = Path(spec.checkpoint.dir), self._origin.start
+            if start.mode == "fork":
+                if self._context.replica.shard == 0:
+                    checkpoint.fork(Path(start.source_dir), start.source, directory, spec.name, self._origin)
+                self._context.replica.all_true(True)
+            self._stored = {
+                iteration: layout
+                for iteration, layout in checkpoint.newest_iterations(directory, spec.name).items()
+                if self._origin.is_wanted(self._origin_of(iteration))
+            }
         return list(self._stored)
+
+    def _origin_of(self, iteration: int) -> Origin | None:
+        return origins.origin_of(checkpoint.path_of(Path(self._context.launch.spec.checkpoint.dir), iteration))
 
     # --- taking ----------------------------------------------------------------------------------
 
@@ -149,6 +168,7 @@ class Sources:
     def _from_storage(self, iteration: int) -> tuple[Tree, int]:
         if iteration not in self._stored:
             raise BadState("it is not on storage")
+        self._origin.require(self._origin_of(iteration))
         spec = self._context.launch.spec
         load = partial(checkpoint.load, Path(spec.checkpoint.dir), spec.name, iteration)
         return self._put_together(self._stored[iteration], load)

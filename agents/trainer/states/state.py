@@ -34,6 +34,10 @@ class BadState(ValueError):
     """The state does not fit the model, or the bytes are no state."""
 
 
+class StateRefused(BadState):
+    """The state is sound, and the task cannot go on from it: it must end, rather than pass over it."""
+
+
 def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]:
     """Return the tree's skeleton and its tensors, in the skeleton's order. Raises BadState on a value it cannot
     hold."""

@@ -54,6 +54,7 @@ def spec_faults(spec: TaskSpec) -> Iterator[FieldFault]:
     yield from _worth(spec)
     yield from _schedule(spec)
     yield from _program(spec)
+    yield from _start(spec)
     yield from _secrets(spec)
     yield from _variables(spec)
     size_bytes = len(msgspec.msgpack.encode(spec))
@@ -329,6 +330,18 @@ def _variables(spec: TaskSpec) -> Iterator[FieldFault]:
     for name in spec.env:
         if reason := refusal(name):
             yield FieldFault(("env", name), reason)
+
+
+def _start(spec: TaskSpec) -> Iterator[FieldFault]:
+    start = spec.start
+    if start is None:
+        return
+    if (start.mode == "fork") != bool(start.source):
+        yield FieldFault(("start", "source"), "names the task to fork, with mode fork alone; give both or neither")
+    elif start.source == spec.name:
+        yield FieldFault(("start", "source"), f"{start.source} is the task itself; give the fork another name")
+    elif start.source_dir and start.source_dir == spec.checkpoint.dir:
+        yield FieldFault(("checkpoint", "dir"), f"is that of task {start.source}; give the fork another")
 
 
 def _secrets(spec: TaskSpec) -> Iterator[FieldFault]:

@@ -40,6 +40,7 @@ the digest is that of the state with them.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
@@ -58,11 +59,13 @@ from unicrond.core.rules.survey import worker_mtbf_us
 from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.tasks.reshaping import reshaped
+from unicrond.core.tasks.resubmission import resubmission
 from unicrond.core.tasks.task_rules import too_few_lanes
 from unicrond.core.tasks.task_validation import name_conflict, task_problems
 from unicrond.display.cluster_tables import derived_values
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog
+from unicrond.events.vocabulary import TaskSpec, TaskStart
 from unicrond.events.wire.codec import API_PRODUCER, BadEvent
 from unicrond.events.wire.envelope import Envelope
 from unicrond.events.wire.schemas import beyond_schema
@@ -287,18 +290,31 @@ class Api:
         require_free_name(caller, self._coordinator.state, spec.name)
         if conflict := name_conflict(self._coordinator.state, spec.name):
             return error(409, conflict)
-        spec = replace(spec, run_as=user_of(caller, spec.run_as))
+        spec = self._with_start(replace(spec, run_as=user_of(caller, spec.run_as)))
         if problems := task_problems(spec, self._coordinator.state):
             return error(400, str(problems[0]))
         if spec.priority > 0:
             require_scope_of_priority(caller, spec.priority)
-        if not spec.checkpoint.dir:
-            directory = str(self._config.checkpoints / spec.name)
-            spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
+        assert spec.start is not None
+        problem, outlook = resubmission(self._coordinator.state, spec, spec.start)
+        if problem:
+            return error(409, problem)
         warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
         warnings += too_few_lanes(spec)
         event = v.TaskSubmitted(spec=spec, owner=caller.owner)
-        return await self._append(event, {"task": spec.name, "warnings": warnings}, 201)
+        return await self._append(event, {"task": spec.name, "warnings": warnings, "outlook": outlook}, 201)
+
+    def _with_start(self, spec: TaskSpec) -> TaskSpec:
+        """Return the task with a directory for its checkpoints, and its start with a name for this run. Raise
+        OrderRefused where it is to begin from another owner's states."""
+        start, directory = spec.start or TaskStart(), spec.checkpoint.dir or str(self._config.checkpoints / spec.name)
+        if start.mode == "fork":
+            require_free_name(_caller.get(), self._coordinator.state, start.source)
+            source = self._coordinator.state.tasks.get(start.source)
+            source_dir = source.spec.checkpoint.dir if source else start.source_dir
+            start = replace(start, source_dir=source_dir or str(self._config.checkpoints / start.source))
+        start = replace(start, run_id=secrets.token_hex(4))
+        return replace(spec, start=start, checkpoint=replace(spec.checkpoint, dir=directory))
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a task: its workers stop, its checkpoints stay."""

@@ -1,0 +1,166 @@
+"""Which run of a task's name has made a saved state, with which settings, and whether this run may go on from it.
+
+    <dir>/iteration-00000120/made-with.json    beside the manifest: run, settings, the program's own checkpoint
+    <dir>/before-<run>/iteration-00000120      kept from earlier runs, out of the way of this one; never deleted
+
+Rules
+-----
+* The head compares what its log holds (core/tasks/resubmission.py). This is the second door: states on storage may come
+  from another log, and only a worker knows which checkpoint its program has loaded.
+* States of this run are taken as they are. Those of another: of other settings the task is refused, by OtherSettings;
+  `--resume` takes them all the same; `--restart` and `--fork` pass over them.
+* Where the program loads a checkpoint of its own that is older than the one it would have loaded when the state was
+  saved, a person has rolled it back: the program's is obeyed.
+* Who first writes a state of this run moves those of others out of the way that this run does not continue: else they
+  would be newer than its own, and its own pruned in their favour.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unicrond.agents.trainer.states.state import BadState, StateRefused
+from unicrond.events.megatron.training_settings import differences, refusal, settings_of
+from unicrond.events.vocabulary import TaskSpec, TaskStart
+
+FILE = "made-with.json"
+#: In a state tree.
+KEY = "made_with"
+_ROLLED_BACK = "its program loads the checkpoint after iteration {now}, and loaded {before} when this was saved"
+
+
+class OtherSettings(StateRefused):
+    """The saved states are of another run, and this one may not go on from them unless a person says so."""
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What a state was made by. `run_id`: of the task's start; `settings`: see training_settings.py;
+    `program_iteration`: of the newest checkpoint that the program itself would have loaded then, 0 for none."""
+
+    run_id: str = ""
+    settings: dict[str, str] = {}
+    program_iteration: int = 0
+
+
+class RunOrigin:
+    """The origin of the states that this worker saves, and its judgement on others."""
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self.start = spec.start or TaskStart()
+        self._task = spec.name
+        self._settings = settings_of(spec)
+        self._loaded_iteration = self._program_iteration = 0
+        self._was_rolled_back = False
+        #: Returns the iteration of the newest checkpoint that the program would load now; None: it stays the same.
+        self.look_for_program_state: Callable[[], int] | None = None
+
+    def note_program_state(self, iteration: int) -> None:
+        """Note that the program itself has loaded its checkpoint after `iteration`, 0 for none."""
+        self._loaded_iteration = self._program_iteration = iteration
+
+    def inherit(self, tree: Mapping[str, Any]) -> None:
+        """Take over what a state that is continued here says of the program's checkpoints."""
+        if (origin := origin_in(tree)) is not None:
+            self._program_iteration = max(self._program_iteration, origin.program_iteration)
+
+    def present(self) -> Origin:
+        """Return the origin of a state that is saved now."""
+        return Origin(self.start.run_id, self._settings, self._program_iteration)
+
+    def stored(self) -> Origin:
+        """Return the same, after a look at the program's checkpoints: for who may wait for storage."""
+        if self.look_for_program_state is not None:
+            self._program_iteration = max(self._program_iteration, self.look_for_program_state())
+        return self.present()
+
+    def is_wanted(self, origin: Origin | None) -> bool:
+        """Return whether a state of this origin is to be looked at: a run that begins anew has but its own."""
+        return self._is_own(origin) or self.start.mode not in ("restart", "fork")
+
+    def _is_own(self, origin: Origin | None) -> bool:
+        return self.start.run_id in ("", _run_id_of(origin))
+
+    def require(self, origin: Origin | None) -> None:
+        """Accept a state of this origin. Raises BadState where it is to be passed over, OtherSettings where the task
+        must end."""
+        if self._is_own(origin) or self.start.mode == "resume":
+            return
+        if not self.is_wanted(origin):
+            raise BadState(f"it is of an earlier run of the name, and this one begins anew (--{self.start.mode})")
+        if origin is None:
+            return
+        if changes := differences(origin.settings, self._settings):
+            raise OtherSettings(refusal(self._task, changes))
+        if origin.program_iteration and not self._loaded_iteration:
+            change = f"its program loaded the checkpoint after iteration {origin.program_iteration} before, none now"
+            raise OtherSettings(refusal(self._task, [change]))
+        self._was_rolled_back |= self._loaded_iteration < origin.program_iteration
+        if self._was_rolled_back:
+            raise BadState(_ROLLED_BACK.format(now=self._loaded_iteration, before=origin.program_iteration))
+
+
+def _run_id_of(origin: Origin | None) -> str:
+    return origin.run_id if origin is not None else ""
+
+
+def origin_in(tree: Mapping[str, Any]) -> Origin | None:
+    """Return what a state says of its origin; None where it says nothing readable."""
+    try:
+        return msgspec.convert(tree.get(KEY), Origin)
+    except msgspec.ValidationError:
+        return None
+
+
+# --- on storage ------------------------------------------------------------------------------------
+
+
+def origin_of(checkpoint: Path) -> Origin | None:
+    """Return the origin of the checkpoint in this directory; None where nothing readable says it."""
+    try:
+        return msgspec.json.decode((checkpoint / FILE).read_bytes(), type=Origin)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def put_aside(directory: Path, checkpoints: Iterable[tuple[int, Path]], start: TaskStart, iteration: int) -> None:
+    """Move the checkpoints of other runs out of the way of a run that is about to save the state after `iteration`, as
+    far as it does not continue them. Raises OSError."""
+    if not start.run_id:
+        return
+    begins_anew = start.mode in ("restart", "fork")
+    for number, path in checkpoints:
+        if (begins_anew or number >= iteration) and _run_id_of(origin_of(path)) != start.run_id:
+            archive = directory / f"before-{start.run_id}"
+            archive.mkdir(exist_ok=True)
+            path.rename(archive / path.name)
+            print(f"kept {path} of an earlier run as {archive / path.name}", file=sys.stderr, flush=True)
+
+
+def copy_checkpoint(source: Path, target: Path, texts: Mapping[str, bytes]) -> None:
+    """Make `target` of the checkpoint `source`, with other contents for the files in `texts`. Files are linked, where
+    the file system can, and nothing of `target` is there before all is. Raises OSError."""
+    draft = target.with_name(f".copy-{target.name}-{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(source, draft, copy_function=_linked, ignore=shutil.ignore_patterns(*texts))
+    for name, content in texts.items():
+        (draft / name).write_bytes(content)
+    try:
+        draft.rename(target)
+    except OSError:  # another attempt has been quicker
+        if not target.is_dir():
+            raise
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,116 @@
+"""The settings of a task that decide what is trained, by name: by them two runs of one name are compared.
+
+Rules
+-----
+* What may differ without another training is left out: iterations, layout, size, worth, places, the environment.
+* Of a script's own arguments nobody knows the meaning: all count. Of Megatron-LM's flags all count but those that only
+  log, save, evaluate, place or speed up (`_NEUTRAL`).
+* A schedule that ends with the training, because the file gives no end of its own, counts with it.
+
+The head asks of two descriptions in the log; a worker asks of its own and of the one that stands beside a saved state.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+
+import msgspec
+
+from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine
+from unicrond.events.vocabulary.tasks import TaskSpec
+
+_VALUE_CHARS = 60
+_NAMED_MAX = 3
+#: The built-in GPT, the one entry that reads `model` and `optimizer` of the task file.
+_BUILT_IN = "gpt"
+_FROM_TASK = {"--seed": "seed", "--global-batch-size": "global_batch"}
+#: Beginnings of flags that change no parameter of the model that comes out, up to the order of sums.
+_NEUTRAL = (
+    "--log-", "--tensorboard-", "--wandb-", "--timing-", "--profile", "--save", "--exit-", "--eval-", "--num-workers",
+    "--distributed-", "--local-rank", "--async-", "--ckpt-format", "--ckpt-fully-parallel", "--ckpt-assume-",
+    "--dist-ckpt-", "--use-dist-ckpt", "--recompute-", "--overlap-", "--tp-comm-", "--tensor-model-parallel-",
+    "--pipeline-model-parallel-", "--num-layers-per-virtual-", "--num-virtual-stages-", "--expert-model-parallel-",
+    "--expert-tensor-parallel-", "--sequence-parallel", "--micro-batch-size", "--train-iters", "--train-samples",
+    "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", "--use-distributed-optimizer",
+    "--data-cache-path", "--manual-gc", "--no-one-logger", "--enable-one-logger", "--one-logger-",
+)  # fmt: skip
+_CONSTANT = "constant"
+
+
+def settings_of(spec: TaskSpec) -> dict[str, str]:
+    """Return the settings of a task that decide what is trained, by name, as text."""
+    if spec.entry == ENTRY:
+        return _of_megatron(spec)
+    settings = {
+        "seed": str(spec.seed),
+        "data": spec.data,
+        "global_batch": str(spec.global_batch),
+        "entry": PurePath(spec.entry).name,
+    }
+    if spec.entry != _BUILT_IN:
+        return {**settings, **_of_words(spec.args)}
+    parts = {"optimizer": spec.optimizer, "model": spec.model}
+    for part, values in parts.items():
+        settings |= {f"{part}.{name}": str(value) for name, value in msgspec.structs.asdict(values).items()}
+    del settings["optimizer.distributed"]  # says where the optimizer's state lies
+    settings["optimizer.decay_iterations"] = str(spec.optimizer.decay_iterations or spec.iterations)
+    return settings
+
+
+def _of_megatron(spec: TaskSpec) -> dict[str, str]:
+    try:
+        line = CommandLine.parse(spec.args)
+    except BadFlags:  # other code says so
+        return {"args": " ".join(spec.args)}
+    settings = {flag: str(getattr(spec, name)) for flag, name in _FROM_TASK.items()}
+    settings["script"] = PurePath(line.script).name
+    for flag, words in line.flags.items():
+        if flag not in _FROM_TASK and not flag.startswith(_NEUTRAL):
+            settings[flag] = " ".join(words)
+    ends = {"--lr-decay-iters", "--lr-decay-samples"} & line.flags.keys()
+    if not ends and line.text("--lr-decay-style") != _CONSTANT:
+        settings["--lr-decay-iters"] = str(spec.iterations)
+    return settings
+
+
+def _of_words(args: Iterable[str]) -> dict[str, str]:
+    """Return the values of a script's own arguments by flag; words before the first flag by "args"."""
+    words: dict[str, list[str]] = {}
+    name = "args"
+    for word in args:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            words[name] = [value] if equals else []
+        else:
+            words.setdefault(name, []).append(word)
+    return {name: " ".join(values) for name, values in words.items()}
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return what differs, a text for each: "seed: 1234 before, 7 now"; the most telling names first."""
+    return [
+        f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]
+
+
+def refusal(task: str, changes: list[str]) -> str:
+    """Return the sentence by which a task is refused whose name has states of other settings."""
+    more = f", and {len(changes) - _NAMED_MAX} more" if len(changes) > _NAMED_MAX else ""
+    return (
+        f"the saved states of task {task} were made with other settings ({'; '.join(changes[:_NAMED_MAX])}{more});"
+        " submit it with --resume to go on from them all the same, with --restart to begin anew (they are kept), or"
+        " with --fork NAME to begin another task from them"
+    )
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "not given"
+    if len(value) > _VALUE_CHARS:
+        return f"{value[:_VALUE_CHARS]}..."
+    return value or "empty"

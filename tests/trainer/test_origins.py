@@ -1,0 +1,163 @@
+"""Which saved states a run goes on from, and what becomes of those of other runs on storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from unicrond.agents.trainer.megatron.flags import newest_checkpoint
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states.origins import Origin, OtherSettings, RunOrigin, origin_in, origin_of
+from unicrond.agents.trainer.states.state import BadState
+from unicrond.events.vocabulary import TaskSpec, TaskStart
+from unicrond.events.vocabulary.field_types import StartMode
+from unicrond.events.vocabulary.shape import Shape
+
+
+def run_of(name: str, mode: StartMode = "", *, seed: int = 1, **start: str) -> RunOrigin:
+    return RunOrigin(TaskSpec(name="t", seed=seed, start=TaskStart(run_id=name, mode=mode, **start)))
+
+
+def made_by(run: RunOrigin, program_iteration: int = 0) -> Origin:
+    return replace(run.present(), program_iteration=program_iteration)
+
+
+def verdict(run: RunOrigin, made: Origin | None, loaded_iteration: int = 0) -> str:
+    """What becomes of a state: "taken", "passed over", "refused"."""
+    run.note_program_state(loaded_iteration)
+    try:
+        run.require(made)
+    except OtherSettings:
+        return "refused"
+    except BadState:
+        return "passed over"
+    return "taken"
+
+
+@pytest.mark.parametrize("mode", ["", "resume", "restart", "fork"])
+@given(seed=st.integers(1, 2), program=st.integers(0, 3), loaded=st.integers(0, 3))
+def test_states_of_this_run_are_taken(mode: StartMode, seed: int, program: int, loaded: int) -> None:
+    run = run_of("a", mode, seed=seed)
+    assert verdict(run, made_by(run_of("a"), program), loaded) == "taken"
+    assert run.is_wanted(made_by(run_of("a")))
+
+
+@given(made=st.none() | st.builds(Origin, run_id=st.sampled_from(["", "b"]), program_iteration=st.integers(0, 9)))
+def test_task_of_older_version_takes_everything(made: Origin | None) -> None:
+    assert verdict(RunOrigin(TaskSpec(name="t")), made) == "taken"
+    assert RunOrigin(TaskSpec(name="t")).is_wanted(made)
+
+
+def test_settings_of_other_run_decide() -> None:
+    same, other = made_by(run_of("b")), made_by(run_of("b", seed=2))
+    assert [verdict(run_of("a"), made) for made in (same, other, None)] == ["taken", "refused", "taken"]
+    assert [verdict(run_of("a", "resume"), made) for made in (same, other, None)] == ["taken"] * 3
+    for mode in ("restart", "fork"):
+        assert [verdict(run_of("a", mode), made) for made in (same, other, None)] == ["passed over"] * 3
+        assert not run_of("a", mode).is_wanted(same)
+
+
+def test_tree_says_its_origin() -> None:
+    with pytest.raises(OtherSettings, match="seed: 2 before, 1 now"):
+        run_of("a").require(origin_in({"made_with": {"run_id": "b", "settings": {"seed": "2"}}}))
+    assert origin_in({"made_with": "nonsense"}) is None
+    run = run_of("a")
+    run.inherit({"made_with": {"run_id": "b", "program_iteration": 20}})
+    assert run.present().program_iteration == 20
+
+
+def test_checkpoint_of_program_that_was_rolled_back_is_obeyed() -> None:
+    made = made_by(run_of("b"), program_iteration=20)
+    assert verdict(run_of("a"), made, loaded_iteration=20) == "taken"
+    assert verdict(run_of("a"), made, loaded_iteration=30) == "taken"
+    run = run_of("a")
+    assert verdict(run, made, loaded_iteration=10) == "passed over"
+    older = made_by(run_of("b"), program_iteration=10)
+    assert verdict(run, older, loaded_iteration=10) == "passed over", "it is of what was rolled back as well"
+    assert verdict(run_of("a"), made, loaded_iteration=0) == "refused", "its directory may be missing"
+    assert verdict(run_of("a", "resume"), made, loaded_iteration=10) == "taken"
+
+
+def test_newest_checkpoint_of_program_is_looked_up_when_saving(tmp_path: Path) -> None:
+    run = run_of("a")
+    run.note_program_state(5)
+    run.look_for_program_state = lambda: newest_checkpoint(str(tmp_path))
+    assert run.stored().program_iteration == 5
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for text, iteration in (("release", 5), ("30\n", 30), ("20", 30)):
+        tracker.write_text(text)
+        assert run.stored().program_iteration == run.present().program_iteration == iteration
+
+
+# --- on storage ------------------------------------------------------------------------------------
+
+
+def tree(iteration: int) -> dict[str, Any]:
+    tensors = {"x": torch.arange(3.0)}
+    return {"iteration": iteration, "loss": 0.5, "tensors": tensors, "optimizer": {}, "scheduler": None}
+
+
+def save(directory: Path, iteration: int, origin: RunOrigin | None, task: str = "t") -> None:
+    job = checkpoint.WriteJob(directory, task, iteration, 3, 0, Shape(), f"{iteration}", 2, origin)
+    assert checkpoint.write(job, tree(iteration)) is not None
+
+
+def iterations(directory: Path, task: str = "t") -> list[int]:
+    return list(checkpoint.newest_iterations(directory, task))
+
+
+def test_states_that_are_continued_stay_until_pruned(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        save(tmp_path, iteration, run_of("a"))
+    save(tmp_path, 30, run_of("b"))
+    assert iterations(tmp_path) == [30, 20] and not list(tmp_path.glob("before-*"))
+    made = origin_of(checkpoint.path_of(tmp_path, 30))
+    assert made is not None and (made.run_id, made.settings["seed"]) == ("b", "1")
+
+
+def test_newer_states_of_other_run_are_kept_out_of_the_way(tmp_path: Path) -> None:
+    """As after a checkpoint of the program's own was rolled back to iteration 10."""
+    for iteration in (20, 30):
+        save(tmp_path, iteration, run_of("a"))
+    save(tmp_path, 20, run_of("b"))
+    assert iterations(tmp_path) == [20], "not pruned in favour of the others"
+    assert iterations(tmp_path / "before-b") == [30, 20]
+
+
+@pytest.mark.parametrize("origin", [None, run_of("a")])
+def test_restart_keeps_all_earlier_states(tmp_path: Path, origin: RunOrigin | None) -> None:
+    for iteration in (10, 20):
+        save(tmp_path, iteration, origin)
+    for iteration in (15, 25, 35):
+        save(tmp_path, iteration, run_of("b", "restart"))
+    assert iterations(tmp_path) == [35, 25]
+    assert iterations(tmp_path / "before-b") == [20, 10]
+
+
+def test_fork_copies_newest_state_once(tmp_path: Path) -> None:
+    source, directory = tmp_path / "big", tmp_path / "fork"
+    fork = run_of("f", "fork", source="big")
+    with pytest.raises(OtherSettings, match="holds no whole checkpoint"):
+        checkpoint.fork(source, "big", directory, "t", fork)
+    for iteration in (10, 20):
+        save(source, iteration, run_of("a", seed=2), "big")
+    checkpoint.fork(source, "big", directory, "t", fork)
+    assert iterations(directory) == [20] and iterations(source, "big") == [20, 10]
+    save(source, 30, run_of("a", seed=2), "big")
+    checkpoint.fork(source, "big", directory, "t", fork)
+    assert iterations(directory) == [20], "it has begun, and its source goes on without it"
+    assert checkpoint.load(directory, "t", 20, 0)[0]["iteration"] == 20
+    assert fork.is_wanted(origin_of(checkpoint.path_of(directory, 20)))
+
+
+def test_fork_into_directory_with_states_keeps_them(tmp_path: Path) -> None:
+    save(tmp_path / "big", 20, run_of("a"), "big")
+    save(tmp_path / "fork", 20, run_of("x"))
+    checkpoint.fork(tmp_path / "big", "big", tmp_path / "fork", "t", run_of("f", "fork", source="big"))
+    assert iterations(tmp_path / "fork") == iterations(tmp_path / "fork" / "before-f") == [20]

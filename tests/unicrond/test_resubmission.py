@@ -1,0 +1,242 @@
+"""A name submitted again: what is compared, what is refused, what is said before it happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.serving import serving
+from unicrond.core.tasks.resubmission import resubmission
+from unicrond.ctl.main import main
+from unicrond.events import vocabulary as v
+from unicrond.events.megatron.training_settings import differences, refusal, settings_of
+from unicrond.events.vocabulary import LayoutSpec, OptimizerSpec, TaskSpec, TaskStart
+from unicrond.intake.task_file import TaskFileError, loads
+
+GPT = TaskSpec(name="big", max_workers=2, iterations=30)
+SCRIPT = TaskSpec(name="big", entry="/lm/train.py", args=("big.json", "--lr", "1e-3", "--shuffle", "--betas=0.9"))
+FLAGS = (
+    "x.py --num-layers 4 --seed 7 --global-batch-size 16 --train-iters 500 --lr-decay-iters 500 --load /ckpt"
+    " --split 90,5,5 --data-path /data/a --lr 1e-4 --save-interval 100 --eval-iters 10"
+)
+MEGATRON = TaskSpec(name="big", entry="megatron-lm", args=tuple(FLAGS.split()), seed=7, global_batch=16, iterations=500)
+
+settings = st.dictionaries(st.sampled_from("abcd"), st.text(max_size=80), max_size=4)
+
+
+def flags(**changes: str) -> tuple[str, ...]:
+    text = FLAGS
+    for before, after in changes.items():
+        text = text.replace("--" + before.replace("_", "-") + " ", "--" + before.replace("_", "-") + " " + after + ",")
+    return tuple(text.split())
+
+
+def changes(before: TaskSpec, now: TaskSpec) -> list[str]:
+    return [text.partition(":")[0] for text in differences(settings_of(before), settings_of(now))]
+
+
+# --- the comparison ----------------------------------------------------------------------------------
+
+
+@given(settings, settings)
+def test_differences_are_what_differs(before: dict[str, str], now: dict[str, str]) -> None:
+    names = {text.partition(":")[0] for text in differences(before, now)}
+    assert names == {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    assert differences(before, before) == []
+    back = {text.partition(":")[0] for text in differences(now, before)}
+    assert back == names
+
+
+@given(settings, settings)
+def test_refusal_is_one_sentence(before: dict[str, str], now: dict[str, str]) -> None:
+    before, now = ({name: value.replace("\n", "") for name, value in part.items()} for part in (before, now))
+    sentence = refusal("big", differences(before, now))
+    assert "\n" not in sentence and all(flag in sentence for flag in ("--resume", "--restart", "--fork NAME"))
+    assert len(sentence) < 1000
+
+
+@given(
+    iterations=st.integers(1, 10**6), workers=st.integers(1, 64), weight=st.floats(0.1, 9),
+    micro_batch=st.integers(1, 4), interval=st.none() | st.integers(0, 9),
+    env=st.dictionaries(st.sampled_from("AB"), st.text()),
+    spec=st.sampled_from([replace(GPT, optimizer=OptimizerSpec(decay_iterations=9)), SCRIPT, MEGATRON]),
+)  # fmt: skip
+def test_what_trains_nothing_else_may_differ(
+    spec: TaskSpec, iterations: int, workers: int, weight: float, micro_batch: int, interval: int | None,
+    env: dict[str, str],
+) -> None:  # fmt: skip
+    other = replace(
+        spec,
+        iterations=iterations,
+        max_workers=workers,
+        weight=weight,
+        micro_batch=micro_batch,
+        tp=2,
+        layouts=(LayoutSpec(tp=2),),
+        checkpoint=replace(spec.checkpoint, interval=interval),
+        env=env,
+        start=TaskStart(mode="resume", run_id="x"),
+    )
+    assert changes(spec, other) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "names"),
+    [
+        (GPT, replace(GPT, seed=7, data="/d"), ["seed", "data"]),
+        (GPT, replace(GPT, global_batch=16), ["global_batch"]),
+        (GPT, replace(GPT, optimizer=OptimizerSpec(lr=0.1)), ["optimizer.lr"]),
+        (GPT, replace(GPT, optimizer=OptimizerSpec(distributed=True)), []),
+        (GPT, replace(GPT, model=replace(GPT.model, dropout=0.1)), ["model.dropout"]),
+        (GPT, replace(GPT, iterations=60), ["optimizer.decay_iterations"]),
+        (SCRIPT, replace(SCRIPT, entry="/lm/other.py"), ["entry"]),
+        (SCRIPT, replace(SCRIPT, args=("big.json", "--lr=1e-3", "--shuffle", "--betas", "0.9")), []),
+        (SCRIPT, replace(SCRIPT, entry="/elsewhere/train.py", optimizer=OptimizerSpec(lr=0.1)), []),
+        (SCRIPT, replace(SCRIPT, args=("small.json", "--lr", "1e-4")), ["args", "--lr", "--shuffle", "--betas"]),
+        (MEGATRON, replace(MEGATRON, seed=8, args=flags(seed="8")), ["--seed"]),
+        (MEGATRON, replace(MEGATRON, args=flags(split="80")), ["--split"]),
+        (MEGATRON, replace(MEGATRON, args=flags(load="/other")), ["--load"]),
+        (MEGATRON, replace(MEGATRON, args=(*MEGATRON.args, "--ckpt-step", "10")), ["--ckpt-step"]),
+        (MEGATRON, replace(MEGATRON, args=flags(save_interval="7", eval_iters="7")), []),
+        (
+            replace(MEGATRON, args=tuple(FLAGS.replace("--lr-decay-iters 500", "").split())),
+            replace(MEGATRON, iterations=900, args=tuple(FLAGS.replace("--lr-decay-iters 500", "").split())),
+            ["--lr-decay-iters"],
+        ),
+    ],
+)
+def test_settings_that_decide_what_is_trained_differ_by_name(before: TaskSpec, now: TaskSpec, names: list[str]) -> None:
+    assert sorted(changes(before, now)) == sorted(names)
+
+
+def test_long_values_are_cut() -> None:
+    (text,) = differences({"--data-path": "x" * 500}, {})
+    assert text == f"--data-path: {'x' * 60}... before, not given now"
+
+
+# --- the head ----------------------------------------------------------------------------------------
+
+
+def ended(*, saved: int = 5) -> MiniCluster:
+    """One task that has trained, saved its state after that iteration, and been cancelled."""
+    cluster = MiniCluster(seed=7)
+    for number in (1, 2):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", max_workers=2)
+    cluster.run()
+    cluster.train("big", 5)
+    cluster.run()
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None
+    leader = task.membership.members[0]
+    if saved:
+        about = {"node": leader.node, "task": "big", "worker": leader.worker}
+        event = v.CheckpointSaved(**about, iteration=saved, path="/c", size_bytes=1, duration_us=1)
+        cluster.say(cluster.hosts[leader.node], event)
+    cluster.append(v.TaskCancelled(task="big", reason="a slip"), "api", 1)
+    cluster.run()
+    assert cluster.state.tasks["big"].at_rest
+    return cluster
+
+
+def test_outlook_says_where_task_goes_on() -> None:
+    state = ended().state
+    spec = state.tasks["big"].spec
+    start = TaskStart(run_id="r")
+    same = resubmission(state, replace(spec, max_workers=1), start)
+    assert same.problem == "" and same.outlook.endswith("the last run of its name, after iteration 5 or later")
+    done = resubmission(state, replace(spec, iterations=5, optimizer=replace(spec.optimizer)), start)
+    assert "optimizer.decay_iterations" in done.problem
+    done = resubmission(state, replace(spec, iterations=5), replace(start, mode="resume"))
+    assert "with other settings" in done.outlook and "nothing is left to train" in done.outlook
+    restart = resubmission(state, replace(spec, seed=9), replace(start, mode="restart"))
+    assert restart.problem == "" and restart.outlook.endswith("/before-r")
+    assert resubmission(state, replace(spec, name="new"), start) == ("", "")
+
+
+def test_task_without_states_may_be_anything() -> None:
+    state = ended(saved=0).state
+    assert resubmission(state, replace(state.tasks["big"].spec, seed=9), TaskStart(run_id="r")) == ("", "")
+
+
+def test_fork_needs_a_state() -> None:
+    state = ended().state
+    spec = replace(state.tasks["big"].spec, name="fork")
+    start = TaskStart(mode="fork", run_id="r", source="big", source_dir="/c")
+    assert resubmission(state, spec, start).outlook.endswith("task big on storage, after iteration 5 or later")
+    assert resubmission(state, spec, replace(start, source="gone")).outlook.endswith("of task gone in /c")
+    new = MiniCluster(seed=1)
+    new.submit("big", max_workers=2)
+    assert "has saved no state yet" in resubmission(new.state, spec, start).problem
+
+
+async def answer(http: aiohttp.ClientSession, status: int, **body: Any) -> str:
+    async with http.post("/v1/tasks", json={"max_workers": 2, "numerics": "follow", **body}) as response:
+        text = await response.text()
+        assert response.status == status, text
+        return text
+
+
+async def test_api_refuses_other_settings_until_told(tmp_path: Path) -> None:
+    cluster = ended()
+    spec = cluster.state.tasks["big"].spec
+    file: dict[str, Any] = {"name": "big", "iterations": spec.iterations, "seed": 7}
+    async with serving(tmp_path, cluster.log) as served, aiohttp.ClientSession(served.url) as http:
+        refusal = await answer(http, 409, **file)
+        assert "seed: 1234 before, 7 now" in refusal and "--fork NAME" in refusal
+        fork = {"mode": "fork", "source": "big"}
+        assert "start.source" in await answer(http, 400, **file, start={"mode": "fork"})
+        assert "start.source" in await answer(http, 400, **file, start=fork)
+        outlook = await answer(http, 201, **{**file, "name": "other"}, start=fork)
+        assert "newest state of task big" in outlook
+        assert "with other settings" in await answer(http, 201, **file, start={"mode": "resume"})
+        await served.until(v.TaskSubmitted, after=len(cluster.log) + 1)
+        tasks = served.coordinator.state.tasks
+        start = tasks["other"].spec.start
+        assert start is not None and (start.source, Path(start.source_dir).name) == ("big", "big")
+        again = tasks["big"].spec.start
+        assert again is not None and again.mode == "resume" and again.run_id not in ("", start.run_id)
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def test_task_file_does_not_say_how_it_begins() -> None:
+    with pytest.raises(TaskFileError, match="task file:2: start: say it with the order"):
+        loads("name: big\nstart: {mode: restart}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "start"),
+    [
+        ([], "big", None),
+        (["--resume"], "big", {"mode": "resume"}),
+        (["--restart"], "big", {"mode": "restart"}),
+        (["--fork", "new"], "new", {"mode": "fork", "source": "big", "source_dir": "/ckpt/big"}),
+    ],
+)
+def test_submit_sends_how_task_begins(
+    words: list[str], name: str, start: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    sent: list[dict[str, Any]] = []
+
+    def post(_: object, spec: dict[str, Any]) -> dict[str, Any]:
+        sent.append(spec)
+        return {"task": spec["name"], "seq": 5, "outlook": "it begins"}
+
+    monkeypatch.setattr("unicrond.ctl.client.Client.submit", post)
+    path = tmp_path / "big.yaml"
+    path.write_text("name: big\ncheckpoint: {dir: /ckpt/big}\n")
+    assert main(["submit", str(path), *words]) == 0
+    (spec,) = sent
+    assert (spec["name"], spec.get("start")) == (name, start)
+    assert spec["checkpoint"]["dir"] == f"/ckpt/{name}"
+    assert capsys.readouterr().out == f"task {name} submitted, at sequence 5; it begins\n"

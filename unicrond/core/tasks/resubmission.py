@@ -1,0 +1,69 @@
+"""A name submitted again: what becomes of the states that its last run has saved, said before it happens. Pure.
+
+Rules
+-----
+* Without a word the task goes on from them, where all settings that decide what is trained are those they were made
+  with (events/megatron/training_settings.py), and is refused otherwise, by a sentence that names the difference.
+* `--resume`: it goes on from them in any case. `--restart`: it begins from the seed, or from what its program loads;
+  they are kept under another name. `--fork NAME`: another task begins from the newest of them on storage, with whatever
+  settings; they stay as they are.
+* The log knows what the last run was made with. What the log does not know (states of another log, a checkpoint of the
+  program's own that was rolled back) is for the workers (agents/trainer/states/origins.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unicrond.core.state.state import ClusterState, Task
+from unicrond.events.megatron.training_settings import differences, refusal, settings_of
+from unicrond.events.vocabulary import TaskSpec, TaskStart
+
+
+class Resubmission(NamedTuple):
+    """What becomes of a task whose name, or whose source, has states. `problem`: why it is refused, "" where it is
+    not; `outlook`: what it begins from, "" where there is nothing to say."""
+
+    problem: str = ""
+    outlook: str = ""
+
+
+def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resubmission:
+    """Return what becomes of the task, which is submitted with `start`. Its name is free."""
+    if start.mode == "fork":
+        return _fork(state.tasks.get(start.source), start)
+    previous = state.tasks.get(spec.name)
+    if start.mode == "restart":
+        archive = f"; saved states are kept in {spec.checkpoint.dir}/before-{start.run_id}" if previous else ""
+        return Resubmission(outlook=f"it begins from its seed, or from what its program loads{archive}")
+    if previous is None or not _has_saved(previous):
+        return Resubmission()
+    changes = differences(settings_of(previous.spec), settings_of(spec))
+    if changes and start.mode != "resume":
+        return Resubmission(problem=f"name: {refusal(spec.name, changes)}")
+    outlook = f"it goes on from the newest state of the last run of its name{_iteration(previous)}"
+    if changes:
+        outlook += f", with other settings ({'; '.join(changes)})"
+    if previous.progress.checkpoint_iteration >= spec.iterations:
+        outlook += "; nothing is left to train: raise iterations, or give --restart or --fork NAME"
+    return Resubmission(outlook=outlook)
+
+
+def _fork(source: Task | None, start: TaskStart) -> Resubmission:
+    if source is not None and not source.progress.checkpoint_iteration and not source.progress.best_iteration:
+        problem = f"start: task {start.source} has saved no state yet; wait for one (`unicronctl describe task"
+        return Resubmission(problem=f"{problem} {start.source}`)")
+    if source is None:
+        return Resubmission(outlook=f"it begins from the newest state of task {start.source} in {start.source_dir}")
+    return Resubmission(
+        outlook=f"it begins from the newest state of task {start.source} on storage{_iteration(source)}"
+    )
+
+
+def _has_saved(task: Task) -> bool:
+    return bool(task.progress.checkpoint_iteration or task.copies.holdings)
+
+
+def _iteration(task: Task) -> str:
+    iteration = task.progress.checkpoint_iteration
+    return f", after iteration {iteration} or later" if iteration else ""
