@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.json_patches import manifests, patch
+from tests.kubernetes.machine import PROGRAMS, missing
 from unicrond.agents.shell import cli, pod_login, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
@@ -250,7 +251,7 @@ def test_commands_that_restore_log_fit_pods_and_programs() -> None:
     page = (ROOT.parents[1] / "docs" / "operate" / "kubernetes.md").read_text()
     pattern = r"^\$ kubectl -n training exec (\S+) -- unicrond ((?:restore|backup) .*)$"
     commands = re.findall(pattern, page, re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 4
     for head in ("head", "head-external-nats"):
         (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
         (container,) = found["spec"]["template"]["spec"]["containers"]
@@ -266,6 +267,17 @@ def test_head_may_have_tokens_reviewed_and_nothing_else() -> None:
     (rule,) = role["rules"]
     assert rule == {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}
     assert [subject["name"] for subject in binding["subjects"]] == ["unicron-head"]
+
+
+def test_make_kubernetes_names_missing_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UNICRON_KUBERNETES", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = missing()
+    assert f"neither {tmp_path} nor PATH" in text and "coredns (of CoreDNS)" in text and "kubelet" in text
+    for name in PROGRAMS:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert missing() == ""
 
 
 def test_untested_manifests_say_so() -> None:

@@ -1,0 +1,166 @@
+"""Recovery by kubectl: the commands of docs/operate/kubernetes.md, as they stand there, while a task trains."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.containers.cluster import TASK
+from tests.containers.rows import PAGE
+from tests.kubernetes.cluster import HEAD, Cluster, up_on
+from tests.kubernetes.machine import NODES, wait_until
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
+Record = Callable[[str, str], None]
+_DELETE = """
+import asyncio
+from pathlib import Path
+from unicrond.events.nats.connection import Login, connect
+from unicrond.events.nats.streams import api
+state = Path("/var/lib/unicron/state")
+async def main():
+    login = Login(key=state / "keys" / "operator.key", tls_ca=state / "tls" / "ca.pem")
+    somebody = await connect("tls://unicron-head:4222", name="somebody", login=login, timeout_s=10)
+    await api(somebody, "STREAM.DELETE.UNICRON_EVENTS", {})
+    await somebody.close()
+asyncio.run(main())
+"""
+
+
+def commands(heading: str) -> list[list[str]]:
+    """Return the blocks of commands below a heading of the page."""
+    _, _, rest = PAGE.read_text().partition(f"### {heading}\n")
+    assert rest, heading
+    section = re.split(r"^##", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    blocks = re.findall(r"```console\n(.*?)```", section, re.DOTALL)
+    return [[text.strip() for text in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]] for block in blocks]
+
+
+async def run(cluster: Cluster, block: list[str]) -> str:
+    """Run commands of the page in a shell, with the overlay that has this machine's sizes; return what they say."""
+    output = ""
+    for command in block:
+        text = command.replace("deploy/kubernetes/overlays", str(cluster.directory / "overlays"))
+        print(f"\n  $ {command}", flush=True)
+        output += await asyncio.to_thread(cluster.machine.call, "sh", "-c", text)
+    print(f"  {output[-400:]}", flush=True)
+    return output
+
+
+async def stand_still(cluster: Cluster) -> None:
+    await run(cluster, commands("The head stands still")[0])
+
+
+async def go_on(cluster: Cluster) -> None:
+    """Have the head run again."""
+    await run(cluster, commands("The head stands still")[1])
+    await asyncio.to_thread(wait_until, cluster.is_live, 120, "live head")
+
+
+async def test_deleted_log_is_restored(cluster: Cluster, record: Record) -> None:
+    before = await cluster.train()
+    watch = await cluster.watch()
+    await asyncio.to_thread(cluster.inside, HEAD, "python", "-c", _DELETE)
+    watch.act()
+    check, restore, ready = commands("A deleted log")[0]
+    await run(cluster, [check, restore])
+    restored_s = time.monotonic() - watch.began_s
+    await run(cluster, [ready])
+    await asyncio.to_thread(wait_until, cluster.is_live, 120, "live head")
+    state = await cluster.training(None)
+    ended = watch.lines("WorkerExited", "NodeLost", "CoordinatorStarted")
+    assert not ended, [line.summary for line in ended]
+    assert state.tasks[TASK].generation == before.tasks[TASK].generation
+    record(
+        "the log deleted with the operator's key; [`unicrond restore`](#a-deleted-log) in the head's pod",
+        f"restored after {restored_s:.0f} s, with the start of two commands; no worker ended, training goes on",
+    )
+
+
+async def test_lost_volume_is_restored_from_backup(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    backup, restore = commands("A lost volume")
+    shutil.rmtree(cluster.volumes / "unicron-checkpoints" / "unicron-1", ignore_errors=True)
+    await run(cluster, backup)
+    place = cluster.volumes / f"log-{HEAD}"
+    await stand_still(cluster)
+    shutil.rmtree(place / "state")
+    began_s = time.monotonic()
+    await go_on_as_stranger(cluster)
+    await stand_still(cluster)
+    await run(cluster, restore)
+    await go_on(cluster)
+    await cluster.until("all agents", up_on(*NODES))
+    await cluster.training(None)
+    record(
+        "the head's volume lost, a head on an empty one; a [backup restored](#a-lost-volume)",
+        f"the task trains again {time.monotonic() - began_s:.0f} s after the loss, of it four pods of the "
+        "head one after another; agents stayed as they were",
+    )
+
+
+async def go_on_as_stranger(cluster: Cluster) -> None:
+    """Have a head begin on the empty volume, whom nobody follows."""
+    await run(cluster, commands("The head stands still")[1])
+    state = cluster.volumes / f"log-{HEAD}" / "state"
+    await asyncio.to_thread(wait_until, (state / "log.json").exists, 60, "new log")
+
+
+async def test_log_begins_anew(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    await asyncio.to_thread(cluster.inside, HEAD, "python", "-c", _DELETE)
+    await asyncio.to_thread(wait_until, lambda: not cluster.is_live(), 60, "complaint")
+    shutil.rmtree(cluster.volumes / f"log-{HEAD}" / "state" / "archive")
+    began_s = time.monotonic()
+    await run(cluster, commands("A new log")[0])
+    await asyncio.to_thread(wait_until, cluster.is_live, 120, "live head")
+    await cluster.until("all agents", up_on(*NODES))
+    joined_s = time.monotonic() - began_s
+    await go_on(cluster)
+    await cluster.train()
+    record(
+        "log and archive gone: [`--new-log`](#a-new-log), then taken out again",
+        f"all agents have joined the new log after {joined_s:.0f} s; the task, submitted again, trains",
+    )
+
+
+async def test_full_volume_is_told_and_left(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    place = cluster.volumes / f"log-{HEAD}"
+    await stand_still(cluster)
+    mount = f"mount -t tmpfs -o size=300m,mode=777 none {place}"
+    cluster.machine.call("sh", "-ec", f"cp -a {place} {place}.kept; {mount}; cp -a {place}.kept/. {place}")
+    await go_on(cluster)
+    await cluster.training(None)
+    watch = await cluster.watch()
+    fill = "dd if=/dev/zero of=/var/lib/unicron/ballast bs=64k 2>/dev/null; true"
+    await asyncio.to_thread(cluster.inside, HEAD, "sh", "-c", fill)
+    watch.act()
+    await asyncio.to_thread(wait_until, lambda: not cluster.is_live(), 120, "complaint")
+    health = await asyncio.to_thread(lambda: cluster.client.health())
+    told_s = time.monotonic() - watch.began_s
+    (blocks,) = commands("A full volume")
+    await run(cluster, blocks)
+    try:
+        await asyncio.to_thread(wait_until, cluster.is_live, 60, "live head")
+        by = "by itself"
+    except AssertionError:
+        await cluster.do("delete", "pod", HEAD)
+        await asyncio.to_thread(wait_until, cluster.is_live, 120, "live head")
+        by = "once the pod is deleted"
+    await cluster.training(None)
+    assert not watch.lines("NodeLost"), watch.said("NodeLost")
+    await stand_still(cluster)
+    cluster.machine.call("sh", "-ec", f"rm -rf {place}.kept/*; cp -a {place}/. {place}.kept; umount -l {place}")
+    cluster.machine.call("sh", "-ec", f"cp -a {place}.kept/. {place}; rm -rf {place}.kept")
+    await go_on(cluster)
+    await cluster.training(None)
+    record(
+        "the head's [volume is full](#a-full-volume); then there is room again",
+        f"told after {told_s:.0f} s: *{health.get('trouble') or health['status']}*; it goes on {by}, no node lost",
+    )
