@@ -297,8 +297,11 @@ def running_cluster() -> Iterator[Cluster]:
     image = built(IMAGES)
     remove_cgroups()
     machine = Machine(BUILD / "machine", image)
-    machine.start()
-    yield Cluster(machine)
+    try:
+        machine.start()
+        yield Cluster(machine)
+    finally:
+        machine.close()
 
 
 def hold(overlay: str) -> int:

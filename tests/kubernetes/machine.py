@@ -119,6 +119,13 @@ class Machine:
             gpus = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "2"}]
             self.kubectl("patch", "node", node, "--subresource=status", "--type=json", "-p", json.dumps(gpus))
 
+    def close(self) -> None:
+        """End the daemons; what runs in pods ends with the namespace."""
+        for process in self.daemons.values():
+            process.kill()
+        for process in self.daemons.values():
+            process.wait()
+
     def until_ready(self, limit_s: float = 120.0) -> None:
         """Wait until Kubernetes calls each node ready."""
         wait_until(lambda: self.kubectl("get", "nodes", "--no-headers").count(" Ready") == len(NODES), limit_s, "nodes")
