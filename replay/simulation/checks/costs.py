@@ -6,6 +6,7 @@ Rules
   the memory that is allocated at once (what is copied in C shows there), decisions that follow, and their bytes.
 * The cluster is its nodes, tasks and workers before the entry. What the entry invents does not count for it: who
   invents a thousand workers may have a thousand looked at, and not a thousand stops written.
+* A plan weighs each layout of each task on each type of GPU: these are its choices, and a look may cost more for each.
 * Each fold is counted (`fold_exceeds`); of what strangers and liars say also what a head does then (`look_exceeds`);
   of the rest what the heads decide on one state (`decisions_exceed`).
 """
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from unicrond.core import fold as folding
 from unicrond.core.decide import decide, needed_solves
+from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.own_decisions import require_sound
 from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.survey import Survey
@@ -39,29 +41,42 @@ class EntryCost(NamedTuple):
     memory_bytes: int
 
 
+class ClusterSize(NamedTuple):
+    """Say how many nodes, tasks and workers a cluster has, and between how many choices its plans decide."""
+
+    units: int
+    choices: int
+
+
 class LinearBound(NamedTuple):
-    """Bound what an entry costs: any entry, for each node, task and worker, and for each byte of the entry."""
+    """Bound what an entry costs: any entry, for each node, task and worker, for each byte of the entry, and for each
+    choice of a plan."""
 
     base: int
     unit: int
     byte: int = 0
+    choice: int = 0
 
-    def most(self, units: int, size_bytes: int = 0) -> int:
-        """Return the bound in a cluster of so many units."""
-        return self.base + self.unit * units + self.byte * size_bytes
+    def most(self, size: ClusterSize, size_bytes: int = 0) -> int:
+        """Return the bound in a cluster of that size."""
+        return self.base + self.unit * size.units + self.byte * size_bytes + self.choice * size.choices
 
 
 #: What one entry may cost. Folding: of any entry, decisions too.
 FOLD_LINES, FOLD_BYTES = LinearBound(8_000, 2, 4), LinearBound(100_000, 20, 40)
-#: Looking: each type of GPU, each layout of a task and each end of a silent link multiplies the problems to be solved.
-LOOK_LINES, LOOK_BYTES = LinearBound(60_000, 60, 4), LinearBound(200_000, 200, 40)
+#: Looking, which solves problems and places workers.
+LOOK_LINES, LOOK_BYTES = LinearBound(12_000, 60, 4, 1_000), LinearBound(200_000, 200, 40)
 #: What may be decided on one state.
 DECISIONS, DECISION_BYTES = LinearBound(32, 3), LinearBound(65_536, 4_096)
 
 
-def units(state: ClusterState) -> int:
-    """Count what the cluster has: nodes, tasks and workers."""
-    return len(state.nodes) + sum(1 + len(task.workers) for task in state.tasks.values())
+def size_of(state: ClusterState) -> ClusterSize:
+    """Count what the cluster has, and what its plans choose between."""
+    units = len(state.nodes) + sum(1 + len(task.workers) for task in state.tasks.values())
+    _, types = node_types(state.nodes.values())
+    return ClusterSize(
+        units, max(1, len({*types.values()})) * sum(1 + len(task.spec.layouts) for task in state.tasks.values())
+    )
 
 
 def measure(run: Callable[[], T]) -> tuple[T, EntryCost]:
@@ -94,13 +109,13 @@ def fold_exceeds(before: ClusterState, entry: RecordedEvent) -> tuple[ClusterSta
     """Fold the entry; return the state, and in which way that cost too much, "" where it did not."""
     after, cost = measure(lambda: folding.fold(before, entry))
     name, size_bytes = type(entry.envelope.event).__name__, len(encode(entry.envelope))
-    return after, _excess(f"to fold {name}", cost, (FOLD_LINES, FOLD_BYTES), units(before), size_bytes)
+    return after, _excess(f"to fold {name}", cost, (FOLD_LINES, FOLD_BYTES), size_of(before), size_bytes)
 
 
 def look_exceeds(before: ClusterState, entry: RecordedEvent, after: ClusterState, policy: Policy) -> str:
     """Look at the state as a head does once it has folded the entry: survey, deadlines, decide, try what is decided.
     Return in which way that costs too much; "" where it does not."""
-    size_bytes, cluster = len(encode(entry.envelope)), units(before)
+    size_bytes, cluster = len(encode(entry.envelope)), size_of(before)
 
     def look() -> Sequence[v.AnyEvent]:
         """Return what would be decided."""
@@ -128,12 +143,13 @@ def look_exceeds(before: ClusterState, entry: RecordedEvent, after: ClusterState
 
 def decisions_exceed(basis: ClusterState, envelopes: Sequence[Envelope]) -> str:
     """Return in which way what is decided on one state is too much; "" where it is not. `basis`: the cluster."""
-    size_bytes, cluster = sum(len(encode(envelope)) for envelope in envelopes), units(basis)
-    if len(envelopes) > DECISIONS.most(cluster):
-        return f"{len(envelopes)} decisions on one state of a cluster of {cluster} (at most {DECISIONS.most(cluster)})"
-    if size_bytes > DECISION_BYTES.most(cluster):
-        most = DECISION_BYTES.most(cluster)
-        return f"{size_bytes} bytes are decided on one state of a cluster of {cluster} (at most {most})"
+    size_bytes, cluster = sum(len(encode(envelope)) for envelope in envelopes), size_of(basis)
+    for count, bound, words in (
+        (len(envelopes), DECISIONS, "decisions"),
+        (size_bytes, DECISION_BYTES, "bytes of decisions"),
+    ):
+        if count > (most := bound.most(cluster)):
+            return f"{count} {words} on one state of a cluster of {cluster.units} (at most {most})"
     return ""
 
 
@@ -148,9 +164,11 @@ def envelopes_of(state: ClusterState, events: Sequence[v.AnyEvent]) -> list[Enve
     ]
 
 
-def _excess(what: str, cost: EntryCost, limits: tuple[LinearBound, LinearBound], cluster: int, size_bytes: int) -> str:
+def _excess(
+    what: str, cost: EntryCost, limits: tuple[LinearBound, LinearBound], cluster: ClusterSize, size_bytes: int
+) -> str:
     for value, limit, unit in zip(cost, limits, ("lines", "bytes of memory"), strict=True):
         most = limit.most(cluster, size_bytes)
         if value > most:
-            return f"{what} ({size_bytes} bytes) takes {value} {unit} in a cluster of {cluster} (at most {most})"
+            return f"{what} ({size_bytes} bytes) takes {value} {unit} in a cluster of {cluster.units} (at most {most})"
     return ""
