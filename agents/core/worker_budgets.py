@@ -75,6 +75,7 @@ BUDGETS: Mapping[str, Bucket] = MappingProxyType(
         "DegradationObserved": Bucket(16, 5 * _SECOND_US),
         "StragglerObserved": Bucket(32, 5 * _SECOND_US),
         "CorruptionSuspected": Bucket(32, 5 * _SECOND_US),
+        "DivergenceObserved": Bucket(8, 10 * _SECOND_US),
         "StepCommitted": Bucket(16, _SECOND_US),
     }
 )

@@ -29,6 +29,7 @@ from unicrond.events.vocabulary import (
     CorruptionSuspected,
     Count,
     DegradationObserved,
+    DivergenceObserved,
     ErrorReported,
     Fault,
     LongText,
@@ -383,8 +384,8 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 #: The events that a worker may send, about itself alone: the agent refuses others, and appends these as they are.
 WorkerReport: TypeAlias = (
     WorkerReady | WorkerJoinedGroup | WorkerPaused | ErrorReported | DegradationObserved | StragglerObserved
-    | StragglerRecovered | CorruptionSuspected | CheckpointSaved | SaveFailed | SnapshotStored | StateLoaded
-    | TaskCompleted | WorkerBusy | WorkerWaiting | StopRequested
+    | StragglerRecovered | CorruptionSuspected | DivergenceObserved | CheckpointSaved | SaveFailed | SnapshotStored
+    | StateLoaded | TaskCompleted | WorkerBusy | WorkerWaiting | StopRequested
 )  # fmt: skip
 FromWorker: TypeAlias = Hello | IterationCommitted | WorkerReport | Flight | Stacks
 ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight | TellStacks

@@ -33,8 +33,8 @@ from unicrond.events.vocabulary.decisions import (
 )
 from unicrond.events.vocabulary.faults import Fault, InjectFault, InjectionRequested
 from unicrond.events.vocabulary.field_types import (
-    Boot, CorruptionSign, Count, ErrorKind, ExitCause, Factor, FaultKind, FaultPhase, FirstIteration, Gpu,
-    LearningRate, LongText, MachineHold, Micros, NAME_PATTERN, Name, Phase, PlanMethod, Positive, PublicKey,
+    Boot, CorruptionSign, Count, DivergenceSign, ErrorKind, ExitCause, Factor, FaultKind, FaultPhase, FirstIteration,
+    Gpu, LearningRate, LongText, MachineHold, Micros, NAME_PATTERN, Name, Phase, PlanMethod, Positive, PublicKey,
     RepairNeed, SERIAL_MAX, SOURCES_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
     USER_PATTERN, WORKERS_MAX, WorkerId, WorkerOrNone,
 )
@@ -73,8 +73,8 @@ from unicrond.events.vocabulary.tasks import (
     TaskStart,
 )
 from unicrond.events.vocabulary.training import (
-    Checksums, CorruptionSuspected, DegradationObserved, HangSuspected, StepCommitted, StragglerObserved,
-    StragglerRecovered, StragglerSeen,
+    Checksums, CorruptionSuspected, DegradationObserved, DivergenceObserved, HangSuspected, StepCommitted,
+    StragglerObserved, StragglerRecovered, StragglerSeen, divergence_text,
 )
 from unicrond.events.vocabulary.workers import (
     ErrorReported, StopRequested, WorkerBusy, WorkerExited, WorkerJoinedGroup, WorkerPaused, WorkerReady,
@@ -115,6 +115,8 @@ __all__ = [
     "Decision",
     "DecisionHeld",
     "DegradationObserved",
+    "DivergenceObserved",
+    "DivergenceSign",
     "DrainStarted",
     "DropState",
     "EntrySkipped",
@@ -242,6 +244,7 @@ __all__ = [
     "WorkerStarted",
     "WorkerWaiting",
     "WorkersWithdrawn",
+    "divergence_text",
     "held_action",
     "hold_key",
     "workers_in",
@@ -258,7 +261,7 @@ AnyObservation: TypeAlias = (
     | ErrorReported | StepCommitted | CheckpointSaved | SaveFailed | TaskCompleted
     | HangSuspected | StacksTaken | WorkerBusy | WorkerWaiting | StopRequested
     | DegradationObserved | StragglerObserved | StragglerRecovered
-    | CorruptionSuspected | AcceleratorReported | SnapshotStored | StateLoaded
+    | CorruptionSuspected | DivergenceObserved | AcceleratorReported | SnapshotStored | StateLoaded
     | PeersRemembered | NodeChecked | LinksProbed
     | CommandApplied | CommandFailed | AnyRequest | Heartbeat
 )  # fmt: skip

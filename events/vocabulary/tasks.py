@@ -139,7 +139,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     `priority`: whose `min_workers` are met first, where not all can be; the higher goes first. `preemptible`: it runs
     on what the tasks that are not leave over. `vpp`: chunks of the model in each pipeline stage. `ep`: over how many of
     a tensor-parallel group's workers the experts are. Of both 0: as the program has it. `start`: how it begins;
-    None: no run of its name is told from another.
+    None: no run of its name is told from another. `on_divergence`: what follows where its program
+    trains something else on each replica, or each time (DivergenceObserved).
     """
 
     name: Name
@@ -175,6 +176,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     priority: Priority = 0
     preemptible: bool = False
     start: TaskStart | None = None
+    on_divergence: Literal["stop", "report"] = "stop"
 
     @property
     def cut(self) -> Shape:

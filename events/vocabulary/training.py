@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unicrond.events.vocabulary.base import PlacedObservation, Value, WorkerObservation
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
     CorruptionSign,
     Count,
     CountByRank,
+    DivergenceSign,
     Duration,
     Factor,
     FirstIteration,
@@ -25,6 +28,26 @@ from unicrond.events.vocabulary.field_types import (
 )
 from unicrond.events.vocabulary.phrases import count, seconds
 
+#: Of each sign of a divergence: what was seen, and its likely cause.
+DIVERGENCES: Mapping[DivergenceSign, str] = {
+    "unsteady": (
+        "a micro-batch computed twice on the same worker gave other gradients; likely the program draws random numbers"
+        " without step.seed(micro_batch), or reads data other than that of step.samples(micro_batch)"
+    ),
+    "unequal": (
+        "each replica computes other gradients from the same micro-batch, the same ones each time; likely each reads"
+        " data of its own, or keeps state that is not attached"
+    ),
+    "newcomer": (
+        "a replica that had received the others' state made other steps with it; likely the program keeps something"
+        " that is not part of the state: an optimizer or scheduler that is not attached, or a learning rate or a buffer"
+        " by its own count (hook.register)"
+    ),
+    "parameters": (
+        "no majority of the replicas has the same parameters; likely an optimizer or scheduler is not attached, a"
+        " buffer is each replica's own, or the step draws random numbers; of two replicas one may have a memory fault"
+    ),
+}
 #: How many replicas whose parameters differ are accused at a time: each of the others accuses each of them.
 SUSPECTS_MAX = 8
 
@@ -178,8 +201,8 @@ class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
     """A replica has numbers that no sound one should have. `worker` reports it, `suspect` has them ("": unknown).
 
     `sign` "checksum": its parameters differ from those of the majority, of which each reports it for itself
-    (SUSPECTS_MAX); else its share of the iteration has a loss or a gradient norm far off the usual, `value` instead of
-    about `usual`.
+    (SUSPECTS_MAX); "micro_batch": so do the gradients that it computes from the same micro-batch; else its share of
+    the iteration has a loss or a gradient norm far off the usual, `value` instead of about `usual`.
     """
 
     sign: CorruptionSign
@@ -192,7 +215,30 @@ class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
         subject = self.suspect or "an unknown worker"
         if self.sign == "checksum":
             return f"parameters of {subject} differ from other replicas' before iteration {self.iteration}"
+        if self.sign == "micro_batch":
+            return f"{subject} computes other gradients from the same micro-batch than the other replicas"
         return (
             f"{subject} has a {self.sign.replace('_', ' ')} of {self.value:.4g} in iteration {self.iteration},"
             f" usual is {self.usual:.4g}"
         )
+
+
+class DivergenceObserved(PlacedObservation, frozen=True, kw_only=True):
+    """The task's program trains something else on each replica, or each time, since `iteration`: none of the replicas
+    is at fault. Each member reports it for itself.
+
+    `sign` "unsteady", "unequal": of the gradients of one micro-batch that every replica has computed twice;
+    "newcomer": the parameters of replicas that received their state in this generation differ from all others';
+    "parameters": no majority has the same parameters.
+    """
+
+    sign: DivergenceSign
+
+    def sentence(self) -> str:
+        """Say it in one sentence."""
+        return f"task {self.task} has {divergence_text(self.iteration, self.sign)}"
+
+
+def divergence_text(iteration: int, sign: DivergenceSign) -> str:
+    """Say since when a program diverges, what was seen of it, and its likely cause: the same words everywhere."""
+    return f"diverged since iteration {iteration}: {DIVERGENCES[sign]}"

@@ -92,6 +92,7 @@ def main(traces: Path) -> None:
                 trace.write(f"{step.iteration - 1} {'ON' if on else 'OFF'} {took}\n")
             on = step.iteration % 2 == 0
             driver.detection, here.mark = detections[on], marks[on]
+            driver.comparison.detection = detections[on]
             driver.group.mark = marks[on]
             driver.accumulation.on_gradient = partial(setattr, marks[True], "phase", "backward") if on else _nothing
             if not on:

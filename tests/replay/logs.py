@@ -141,6 +141,7 @@ def _troubles(scene: _Scene) -> None:
     cluster.say(host, v.PeersRemembered(node="n0", task=task, peers=()))
     cluster.say(host, v.StragglerRecovered(**told, **straggler, factor=1.01))
     cluster.say(host, v.CorruptionSuspected(**told, sign="loss", suspect="", value=float("inf"), usual=1.0))
+    cluster.say(host, v.DivergenceObserved(**told, sign="parameters"))
     cluster.say(
         host,
         v.AcceleratorReported(

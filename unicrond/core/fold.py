@@ -175,6 +175,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StragglerObserved: suspicions.straggler_observed,
     v.StragglerRecovered: suspicions.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
+    v.DivergenceObserved: suspicions.divergence_observed,
     v.AcceleratorReported: accelerators.accelerator_reported,
     v.NodeChecked: lambda state, event, _: isolation.node_checked(state, event),
     v.LinksProbed: links.links_probed,

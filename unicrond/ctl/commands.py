@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unicrond.core.faults.program_faults import is_looping, looping_text
+from unicrond.core.faults.program_faults import diverging_text, is_looping, looping_text
 from unicrond.core.nodes.brakes import hold_lines, mode_text
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
@@ -128,9 +128,11 @@ def _active(state: ClusterState) -> list[Any]:
 
 
 def _looping(state: ClusterState) -> dict[str, str]:
-    """Describe the tasks whose programs fail again and again."""
+    """Describe the tasks whose programs fail again and again, or diverge."""
     looping = [task for task in state.tasks.values() if is_looping(task)]
-    return {f"failing {number}": f"{task.name}: {looping_text(task)}" for number, task in enumerate(looping, start=1)}
+    lines = {f"failing {number}": f"{task.name}: {looping_text(task)}" for number, task in enumerate(looping, start=1)}
+    diverging = [(task, text) for task in state.tasks.values() if (text := diverging_text(task))]
+    return lines | {f"diverged {n}": f"{task.name}: {text}" for n, (task, text) in enumerate(diverging, start=1)}
 
 
 def costs_line(costs: dict[str, float] | None) -> str:

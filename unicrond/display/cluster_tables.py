@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from unicrond.core.faults.program_faults import looping_text
+from unicrond.core.faults.program_faults import trouble_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.brakes import isolation_hold, observes
 from unicrond.core.nodes.drains import departure_text
@@ -236,7 +236,7 @@ def tasks_table(state: ClusterState, *, has_all_tasks: bool = True) -> Table:
                     None,
                     (
                         "observed" * observes(state, task),
-                        looping_text(task),
+                        trouble_text(task),
                         pending_reason(state, task, has_all_tasks=has_all_tasks),
                     ),
                 )

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
 from unicrond.core.faults.local_faults import fault_text
-from unicrond.core.faults.program_faults import looping_text, occurrences
+from unicrond.core.faults.program_faults import diverging_text, looping_text, occurrences
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.nodes.drains import departure_text
@@ -100,6 +100,8 @@ def _task(state: ClusterState, name: str) -> list[Section]:
     }
     if task.reshaping.reshape:
         facts["changes to"] = str(task.reshaping.reshape.shape)
+    if diverging := diverging_text(task):
+        facts["program"] += f"; {diverging}"
     crashes = task.troubles.crashes
     if crashes is not None and task.status is TaskStatus.ACTIVE:
         facts["program"] += f"; {looping_text(task)}"

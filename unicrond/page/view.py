@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unicrond.core.faults.program_faults import looping_text
+from unicrond.core.faults.program_faults import trouble_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment, of_members
@@ -127,7 +127,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
     return {
         "name": task.name,
         "status": task.status.value,
-        "reason": hide(task.ending.reason.partition("\n")[0] or looping_text(task)) or pending_reason(state, task),
+        "reason": hide(task.ending.reason.partition("\n")[0] or trouble_text(task)) or pending_reason(state, task),
         "weight": spec.weight,
         "workers": members,
         "min_workers": spec.min_workers,

@@ -127,7 +127,7 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
         case v.CorruptionSuspected() if event.suspect:
             task = before.tasks.get(event.task)
             worker = task.workers.get(event.suspect) if task else None
-            if event.sign != "checksum":
+            if event.sign not in ("checksum", "micro_batch"):
                 return worker.node if worker else "", "odd_numbers"
             return (worker.node, "corruption") if worker and _is_convicted(after, event, worker) else ("", "")
     return "", ""

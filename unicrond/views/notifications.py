@@ -4,6 +4,7 @@
 |---|---|
 | `task_failed` | a task has failed |
 | `crash_looping` | a task's program has failed for the second time since it was calm; once until it is calm again |
+| `diverged` | a task's program trains something else on each replica, or each time; once |
 | `local_fault` | a task's program has failed on one node alone, and trains elsewhere; once until that is forgotten |
 | `sev1` | an incident is of SEV1, or has become so |
 | `isolated` | a node has been isolated |
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from unicrond.core.faults import links
-from unicrond.core.faults.program_faults import is_looping, looping_text
+from unicrond.core.faults.program_faults import diverging_text, is_looping, looping_text
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes import brakes
 from unicrond.core.replayer import LogStep
@@ -44,6 +45,7 @@ from unicrond.events import vocabulary as v
 Rule: TypeAlias = Literal[
     "task_failed",
     "crash_looping",
+    "diverged",
     "local_fault",
     "sev1",
     "isolated",
@@ -219,6 +221,10 @@ def _crash_notices(before: ClusterState, after: ClusterState) -> Iterator[Notice
             title = f"task {name} is crash-looping no more"
             yield Notice(f"crash:{name}", "crash_looping", "info", title, is_over=True)
         yield from _local_fault_notices(name, old, task)
+        if task is not None and task.troubles.divergence and not (old and old.troubles.divergence):
+            commands = f"unicronctl describe task {name}", f"unicronctl logs {name}"
+            title = f"task {name} trains something else on each replica, or each time"
+            yield Notice(f"diverged:{name}", "diverged", "critical", title, diverging_text(task), commands)
 
 
 def _local_fault_notices(name: str, old: Task | None, task: Task | None) -> Iterator[Notice]:

@@ -39,6 +39,28 @@ def checksum_of_pieces(tensors: Iterable[Iterable[torch.Tensor]]) -> int:
     return int(total % (_MODULUS - 1)) + 1
 
 
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """Return another checksum of the tensors' bits, above 0 and below 2**62, for each iteration: several times as fast,
+    as it sums 64-bit words, whose overflow is the same everywhere."""
+    with torch.no_grad():
+        sums = [_words(tensor).sum() for tensor in tensors if tensor.numel()]
+        if not sums:
+            return 1
+        stacked = torch.stack(sums)
+        factors = torch.arange(1, 2 * len(sums), 2, device=stacked.device)
+        return int((stacked * factors).sum()) % (_MODULUS - 1) + 1
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bits as integers: 64-bit ones with several elements in each, where its size allows it. They
+    do not depend on where it lies."""
+    flat = tensor.reshape(-1)
+    if flat.numel() * flat.element_size() % 8:
+        return _bits(flat).long()
+    is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+    return (flat if is_aligned else flat.clone()).view(torch.int64)
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().contiguous()
     return plain.view(_INTEGERS[plain.element_size()])

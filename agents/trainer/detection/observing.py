@@ -4,12 +4,12 @@ Rules
 -----
 * It observes and tells; what is to be done is the coordinator's.
 * What all replicas need to know travels with the agreement that ends an iteration (`Sighting`, one row per replica):
-  no collective of its own. The leader judges it; a checksum is judged by the lowest rank of the majority.
+  no collective of its own. The leader judges it; checksums are judged by all, before the step (`divergence.py`).
 * Compute time is a replica's own time for its micro-batches, waits excluded (`own_time.py`), told per micro-batch as
   they may be assigned unevenly. `stragglers.py` compares the replicas of each shard; all follow it, so that a new
   leader knows what was told, and the first replica tells.
-* Per iteration it costs a few microseconds and one pass over the gradients; every `checksum_every` iterations one pass
-  over the parameters.
+* Per iteration it costs a few microseconds, one pass over the gradients and one over the parameters (`digest`); every
+  `checksum_every` iterations that is a slower one, whose checksum the log gets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from unicrond.agents.protocol.marks import Marker, now_us
 from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS
 from unicrond.agents.trainer.detection.baseline import RECENT, SLOW, Baseline
-from unicrond.agents.trainer.detection.checksum import checksum, minority_ranks
+from unicrond.agents.trainer.detection.checksum import checksum, digest
+from unicrond.agents.trainer.detection.divergence import ReplicaDifference, judge_parameters
 from unicrond.agents.trainer.detection.own_time import ComputeTime
 from unicrond.agents.trainer.detection.spikes import Spikes
 from unicrond.agents.trainer.detection.stragglers import StragglerFinding, Stragglers
@@ -111,16 +112,21 @@ class Detection:
         self._sightings: list[Sighting] = []
         #: The iteration that they are of, and the checksum that all replicas have made in it, 0 for none.
         self._iteration = self._checksum = 0
+        #: Members of this group that have received the state in it, and how often all parameters were the same in it.
+        self._newcomers: frozenset[int] = frozenset()
+        self._agreements = 0
         #: Of the sums of that iteration's gradients, where this worker has made it.
         self._sums = 0
 
     # --- where the iteration stands --------------------------------------------------------------
 
-    def start_generation(self, group: ShardGroup, *, share: int = 0, joins: bool = False) -> None:
-        """Start observing another group. `share`, `joins`: see Baseline.reset."""
+    def start_generation(self, group: ShardGroup, *, share: int = 0, newcomers: Iterable[int] = ()) -> None:
+        """Start observing another group. `share`: see Baseline.reset. `newcomers`: the ranks of those that join it
+        without state."""
+        self._newcomers, self._agreements = frozenset(newcomers), 0
         self._mark.enter_group(group.generation)
         group.mark = self._mark
-        self._baseline.reset(share=share, joins=joins)
+        self._baseline.reset(share=share, joins=bool(self._newcomers))
         self._recent.clear()
         self._sightings = []
         self._stragglers.regrouped()
@@ -185,7 +191,15 @@ class Detection:
         """Record the agreement of all; `rows` are the sightings of all replicas, in rank order."""
         self._sightings = [Sighting.from_row(row) for row in rows]
         checksums = {sighting.checksum for sighting in self._sightings}
-        self._checksum = checksums.pop() if len(checksums) == 1 else 0
+        is_logged = len(checksums) == 1 and self.checksums_due(self._iteration)
+        self._checksum = checksums.pop() if is_logged else 0
+
+    def compare_parameters(self) -> ReplicaDifference:
+        """Judge the parameters that all replicas began the agreed iteration with."""
+        checksums = [sighting.checksum for sighting in self._sightings]
+        difference = judge_parameters(checksums, self._newcomers, self._agreements)
+        self._agreements += len(set(checksums)) == 1 and 0 not in checksums
+        return difference
 
     def commit(self, iteration: int, duration_us: int, group: ShardGroup) -> None:
         """Note the end of the iteration, after `duration_us`."""
@@ -216,7 +230,9 @@ class Detection:
     def observe(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
         """Return this shard's sighting for the agreement on `iteration`."""
         self._iteration, self._sums = iteration, 0
-        number = checksum(self._parameters) if self.checksums_due(iteration) else 0
+        number = 0
+        if self._settings.checksum_every:
+            number = checksum(self._parameters) if self.checksums_due(iteration) else digest(self._parameters)
         compute_time = self.compute_time
         compute_us = (
             compute_time.compute_us * micro_batches // max(1, compute_time.micro_batches)
@@ -225,7 +241,7 @@ class Detection:
         return Sighting(compute_us, micro_batches, 0.0 if self.loss_scaled else norm, number)
 
     def checksums_due(self, iteration: int) -> bool:
-        """Return whether checksums are made in the iteration."""
+        """Return whether the checksums that the log gets are made in the iteration."""
         interval = self._settings.checksum_every
         return bool(interval) and iteration % interval == 0
 
@@ -260,7 +276,6 @@ class Detection:
         if len(self._sightings) != len(total.accounts):
             return  # agreed on in another group: its rows are gone
         workers = [member.worker for member in membership.members if member.shard == shard]
-        self._judge_checksums(iteration, membership.generation, workers, rank)
         computed = {
             worker: (sighting.compute_us, sighting.micro_batches)
             for worker, sighting in zip(workers, self._sightings, strict=True)
@@ -280,17 +295,12 @@ class Detection:
         ]
         self._judge_values("gradient_norm", norms, iteration, membership.generation, workers)
 
-    def _judge_checksums(self, iteration: int, generation: int, workers: list[str], rank: int) -> None:
-        checksums = [sighting.checksum for sighting in self._sightings]
-        if len(set(checksums)) == 1 or 0 in checksums:
-            return
-        minority = minority_ranks(checksums)
-        if minority is None:
-            if rank == 0:
-                self._suspect("checksum", "", 0.0, 0.0, iteration, generation)
-        elif rank not in minority:
-            for suspect_rank in minority[:SUSPECTS_MAX]:  # the others at the next comparison
-                self._suspect("checksum", workers[suspect_rank], 0.0, 0.0, iteration, generation)
+    def accuse(
+        self, ranks: Iterable[int], sign: CorruptionSign, iteration: int, generation: int, workers: Sequence[str]
+    ) -> None:
+        """Tell the agent that the replicas of these ranks have something else than the majority."""
+        for rank in list(ranks)[:SUSPECTS_MAX]:  # the others at the next comparison
+            self._suspect(sign, workers[rank], 0.0, 0.0, iteration, generation)
 
     def _judge_values(
         self, sign: CorruptionSign, values: list[float], iteration: int, generation: int, workers: list[str]

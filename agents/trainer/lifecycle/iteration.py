@@ -1,5 +1,8 @@
 """One iteration: computes its micro-batches, reduces gradients and accounts, and has all members agree on the
-result."""
+result.
+
+Where the agreement shows that one replica's parameters are not the majority's, the iteration begins again in the next
+group: what that replica has computed stands in all sums. If it is still a member, it receives the state anew."""
 
 from __future__ import annotations
 
@@ -17,9 +20,15 @@ from unicrond.agents.trainer.lifecycle.effects import (
     Settle,
 )
 from unicrond.agents.trainer.lifecycle.ledger import Total
-from unicrond.agents.trainer.lifecycle.member_state import MemberState, leave_broken_group
+from unicrond.agents.trainer.lifecycle.member_state import MemberState, discard_iteration, leave_broken_group
 from unicrond.agents.trainer.lifecycle.regrouping import regroup
-from unicrond.agents.trainer.lifecycle.results import NO_SAVE, GroupBroken, MembershipSuperseded, SaveSchedule
+from unicrond.agents.trainer.lifecycle.results import (
+    NO_SAVE,
+    GroupBroken,
+    MembershipSuperseded,
+    ReplicaDiffers,
+    SaveSchedule,
+)
 
 #: In the agreement that ends an iteration: this replica's program has said stop (beside Due.word).
 _STOP_BIT = 4
@@ -37,6 +46,9 @@ def iterate(member: MemberState) -> Flow[float]:
             yield from _reduce(member)
             member.agreed = True
             continue
+        except ReplicaDiffers as difference:
+            failure = str(difference)
+            yield from discard_iteration(member, keeps_state=not difference.is_own)
         except GroupBroken as broken:
             failure = str(broken)
         except MembershipSuperseded:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
-from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
+from unicrond.agents.trainer.lifecycle.effects import (
+    Clear,
+    DropParts,
+    Flow,
+    LeaveGroup,
+    ReportFailure,
+    Send,
+    StartClock,
+)
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
 from unicrond.agents.trainer.lifecycle.micro_batch_assignment import initial_assignment
@@ -219,6 +227,15 @@ def resume_after(member: MemberState, iteration: int) -> Flow[None]:
     yield from begin_iteration(member, iteration + 1)
     member.ledger = previous.for_iteration(iteration + 1)
     member.has_state = True
+
+
+def discard_iteration(member: MemberState, *, keeps_state: bool) -> Flow[None]:
+    """Begin the same iteration again, with nothing computed or assigned; without `keeps_state`, with no state."""
+    member.total = None
+    yield from begin_iteration(member, member.ledger.iteration)
+    if not keeps_state:
+        yield from DropParts()
+        member.has_state = False
 
 
 def start_clock(member: MemberState) -> Flow[None]:

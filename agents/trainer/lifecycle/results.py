@@ -59,6 +59,15 @@ class GroupBroken(Exception):
     """A collective, or the forming of the group, failed: most likely a member is lost."""
 
 
+class ReplicaDiffers(GroupBroken):
+    """A replica has other parameters than the majority, so that no sum of this iteration counts. `is_own`: it is this
+    one, whose state does not count either."""
+
+    def __init__(self, message: str, *, is_own: bool) -> None:
+        super().__init__(message)
+        self.is_own = is_own
+
+
 class MembershipSuperseded(Exception):
     """A newer membership has come; this group is of no use any more."""
 

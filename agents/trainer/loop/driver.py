@@ -31,6 +31,7 @@ from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.member_state import lanes_of
 from unicrond.agents.trainer.lifecycle.results import RendezvousTimedOut
 from unicrond.agents.trainer.loop import examination
+from unicrond.agents.trainer.loop.comparison import ReplicaComparison
 from unicrond.agents.trainer.loop.handlers import HANDLERS, EffectHandlers
 from unicrond.agents.trainer.process import randomness
 from unicrond.agents.trainer.process.context import Context
@@ -112,6 +113,11 @@ def make_driver(
     extents, saves = ((), None) if sharded is None else (sharded.extents, sharded.saves)
     member = MemberState(process.launch, len(accumulation), time.monotonic, extents, saves=saves)
     reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(process)
+    detection = Detection(
+        process,
+        [*(parameter for module in models for parameter in module.parameters()), *buffers.tensors],
+        loss_scaled=_loss_scaled(optimizer),
+    )
     driver = LifecycleDriver(
         member=member,
         context=process,
@@ -121,11 +127,8 @@ def make_driver(
         accumulation=accumulation,
         reduction=reduction,
         rendezvous=rendezvous,
-        detection=Detection(
-            process,
-            [*(parameter for module in models for parameter in module.parameters()), *buffers.tensors],
-            loss_scaled=_loss_scaled(optimizer),
-        ),
+        detection=detection,
+        comparison=ReplicaComparison(member, process, rendezvous, detection),
         sharing=None if sharded is None else Sharing(sharded),
     )
     if lanes is not None:

@@ -29,7 +29,7 @@ from unicrond.agents.trainer.lifecycle import effects as e
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
 from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, QuitRequested, SaveSchedule
 from unicrond.agents.trainer.lifecycle.verdict import Position
-from unicrond.agents.trainer.process import determinism
+from unicrond.agents.trainer.loop.comparison import ReplicaComparison
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.sharded.optimizer import Rows as OptimizerRows
 from unicrond.agents.trainer.sharded.sharing import Sharing
@@ -57,6 +57,7 @@ class EffectHandlers:
     reduction: Reduction
     rendezvous: Rendezvous
     detection: Detection
+    comparison: ReplicaComparison
     sharing: Sharing | None
     runs: LaneRuns | None = None
     _sources: Sources | None = None
@@ -75,6 +76,13 @@ class EffectHandlers:
         ledger = self.member.ledger
         self.context.injection.fire(point, ledger.iteration, self.rendezvous.generation, ledger.finished)
 
+    def check_bits(self, numbers: Sequence[int]) -> None:
+        """Compare what one micro-batch has come to, each time, with the other replicas' (`gradients_number`). Raises
+        what `ReplicaComparison.compare_gradients` and `ShardGroup.finish` raise."""
+        assert self.member.pending_work is not None
+        self.member.pending_work.bits_tested = True
+        self.comparison.compare_gradients(self._collect_rows(numbers))
+
     def _collect_rows(
         self, row: Sequence[int], point: Point | None = None, callback: Callable[[], None] | None = None
     ) -> list[list[int]]:
@@ -91,32 +99,6 @@ class EffectHandlers:
             return rows.read()
 
         return self.rendezvous.together(gather)
-
-    def _compare_environments(self) -> None:
-        """Warn where members compute on other hardware or software than the first. Raises NotDeterministic."""
-        policy, ranks = self.context.settings.deterministic, determinism.deviating_ranks(self.rendezvous.environments)
-        if not ranks or policy == "off":
-            return
-        message = determinism.describe_deviation(ranks, self.group.rank, determinism.environment())
-        if policy == "require" and self.group.rank in ranks:
-            raise determinism.NotDeterministic(f"deterministic: require: {message}")
-        self._warn_of_bits(message)
-
-    def _warn_of_bits(self, reason: str) -> None:
-        worker = self.context.launch.worker
-        print(f"{worker}: results will not be bit-identical after a change of replicas: {reason}", flush=True)
-
-    def check_bits(self, checksums: Sequence[int]) -> None:
-        """Compare what one micro-batch has come to, each time, with the other replicas'. Raises NotDeterministic, and
-        what `ShardGroup.finish` raises."""
-        context, member = self.context, self.member
-        assert member.pending_work is not None
-        member.pending_work.bits_tested = True
-        difference = determinism.compare_checksums(self._collect_rows(checksums))
-        if difference and context.settings.deterministic == "require":
-            raise determinism.NotDeterministic(f"deterministic: require: {difference}")
-        if difference:
-            self._warn_of_bits(difference)
 
     # --- noting ----------------------------------------------------------------------------------
 
@@ -177,7 +159,7 @@ class EffectHandlers:
     def _exchange_positions(self, effect: e.ExchangePositions) -> list[Position]:
         member, rendezvous = self.member, self.rendezvous
         positions = rendezvous.exchange(effect.position, member.micro_batches, member.buckets, sharded=effect.sharded)
-        self._compare_environments()
+        self.comparison.compare_environments()
         return positions
 
     def _drop_old_group(self, effect: e.DropOldGroup) -> None:
@@ -188,9 +170,15 @@ class EffectHandlers:
         duration_us = int((time.monotonic() - channel.received_at(generation)) * 1e6)
         self.rendezvous.drop_old_group()
         self.saving.assembled = None
-        self.detection.start_generation(self.group, share=effect.share, joins=effect.joins)
+        self.detection.start_generation(self.group, share=effect.share, newcomers=self._newcomers(effect.membership))
         channel.drop_below(generation)
         return duration_us
+
+    def _newcomers(self, membership: GroupMembership) -> list[int]:
+        """Return the ranks of this shard's members that join without state."""
+        shard, joiners = self.context.launch.shard, membership.joiners
+        workers = [member.worker for member in membership.members if member.shard == shard]
+        return [rank for rank, worker in enumerate(workers) if worker in joiners]
 
     def _leave_group(self, effect: e.LeaveGroup) -> None:
         self.rendezvous.leave()
@@ -230,6 +218,7 @@ class EffectHandlers:
         tells = self.member.is_leader and self.detection.checksums_due(ledger.iteration)
         rows = self._collect_rows([*effect.row, *sighting.row()], "agreeing", self._check_sums if tells else None)
         self.detection.record_agreement([row[width:] for row in rows])
+        self.comparison.compare_parameters(ledger.iteration)
         return [row[:width] for row in rows]
 
     def _check_sums(self) -> None:

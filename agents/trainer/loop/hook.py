@@ -31,6 +31,7 @@ import torch
 from unicrond.agents.protocol.messages import LEFT_EARLY
 from unicrond.agents.protocol.sampling import work_seed
 from unicrond.agents.trainer.detection.checksum import checksum
+from unicrond.agents.trainer.detection.divergence import gradients_number
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
 from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
 from unicrond.agents.trainer.lifecycle.effects import Compute, Optimize
@@ -358,16 +359,16 @@ class Hook:
         member, policy = driver.member, self._context.settings.deterministic
         if member.lanes is None or not member.is_new or policy == "off":
             return
-        checksums = []
+        numbers = []
         self._testing_bits = True
         for _ in range(2):
             with driver.accumulation.scratch_store() as gradients:
                 driver.accumulation.begin_micro_batches()
                 yield [determinism.MICRO_BATCH]
                 driver.accumulation.end_micro_batches([determinism.MICRO_BATCH])
-                checksums.append(checksum([gradients]))
+                numbers.append(gradients_number(checksum([gradients]), float(torch.linalg.vector_norm(gradients))))
         self._testing_bits = False
-        driver.check_bits(checksums)
+        driver.check_bits(numbers)
 
     def _add(self, loss_sum: float, tokens: int) -> None:
         if self._testing_bits:

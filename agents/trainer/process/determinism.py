@@ -29,6 +29,10 @@ class NotDeterministic(RuntimeError):
     """The task requires the same bits on all workers, and these compute different ones."""
 
 
+class Diverged(RuntimeError):
+    """The program trains something else on each replica, or each time (`detection/divergence.py`)."""
+
+
 def compare_checksums(rows: Sequence[Sequence[int]]) -> str:
     """Return in words how the replicas' checksums differ, each of both times, in rank order; "" where all are the
     same."""

@@ -29,7 +29,9 @@ faults/blame.py)
 * The last node that a task could run on is not isolated for failures that may as well be the task's fault.
 * Where probes say that nothing passes between two of the members, nobody is given up for broken connections: the task
   goes on without one end (faults/links.py).
-* A task that makes progress is not failed, whichever workers end.
+* A task that makes progress is not failed, whichever workers end; but one whose program diverges is, since it makes
+  progress with something that its program alone would not train (`on_divergence: stop`). No worker is given up, and
+  nothing is held against a node.
 * Isolations, and evictions on suspicion, pass the brakes (nodes/brakes.py); what they hold is decided again each time.
 
 What does not live here: the decisions that carry a response out (memberships.py, worker_placement.py, plans.py,
@@ -43,7 +45,7 @@ from typing import NamedTuple
 
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.faults import blame, links, local_faults
-from unicrond.core.faults.program_faults import number_of, occurrences, training_nodes
+from unicrond.core.faults.program_faults import diverging_text, number_of, occurrences, training_nodes
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.nodes import brakes
 from unicrond.core.nodes.brakes import SUSPICIONS
@@ -300,8 +302,10 @@ def _can_spare(survey: Survey, node: Node) -> bool:
 
 
 def failure_reason(state: ClusterState, task: Task, policy: Policy) -> str:
-    """Return why the task fails: the same failure on two nodes shows that it is the task's own, or it restarts without
-    end; "" where it goes on."""
+    """Return why the task fails: its program diverges, the same failure on two nodes shows that it is the task's own,
+    or it restarts without end; "" where it goes on."""
+    if task.spec.on_divergence == "stop" and (diverging := diverging_text(task)):
+        return f"{diverging} (on_divergence: stop)"
     failing = _failing_nodes(state, task, policy)
     crashes = task.troubles.crashes or Crashes()
     early, is_nan = crashes.early >= _EARLY_MAX, crashes.same_nan >= _NAN_MAX

@@ -266,6 +266,19 @@ def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
 # --- for people ------------------------------------------------------------------------------------
 
 
+def trouble_text(task: Task) -> str:
+    """Say what is wrong with an active task's program: that it diverges, that it fails; "" where nothing is."""
+    return "; ".join(filter(None, (diverging_text(task), looping_text(task))))
+
+
+def diverging_text(task: Task) -> str:
+    """Say since when the task's program diverges, and why; "" where it does not, or the task's end says it."""
+    divergence = task.troubles.divergence
+    if divergence is None or task.status not in (TaskStatus.ACTIVE, TaskStatus.COMPLETED):
+        return ""
+    return v.divergence_text(divergence.since_iteration, divergence.sign)
+
+
 def looping_text(task: Task) -> str:
     """Say that the task is crash-looping, like "crash-looping (9 times: FileNotFoundError: ...)"; "" if it is not."""
     crashes = task.troubles.crashes

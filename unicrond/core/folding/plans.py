@@ -125,6 +125,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         reattempts=task.group.reattempts + 1 if again else 0,
         suspicions={},
         accusations={},
+        divergence_reports={},
         leads=_leads(task, membership),
         lead_confirmed=False,
         last_membership=task.membership if task.group.lead_confirmed else task.group.last_membership,

@@ -1,4 +1,4 @@
-"""What the trainers' statistics point to: hangs, damaged parameters, and members that are slower than the others.
+"""What the trainers' statistics point to: hangs, damaged parameters, programs that diverge, and slow members.
 People see these stragglers; no decision depends on them."""
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from unicrond.core.folding.incidents import Fact
 from unicrond.core.state.changes import find_worker, has_trained, with_task
 from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, Worker
-from unicrond.core.state.task_parts import Straggler
+from unicrond.core.state.task_parts import ProgramDivergence, Straggler
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
+
+#: The signs of corruption that convict a replica, where enough others say so, and what it does then.
+_CONVICTING: Mapping[v.CorruptionSign, str] = {
+    "checksum": "has other parameters than the other replicas before iteration {iteration}",
+    "micro_batch": "computes other gradients from the same micro-batch than the other replicas",
+}
 
 
 def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
@@ -62,7 +68,7 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     """Evict a worker whose parameters differ from the majority's, once more than half of all replicas have said so:
     that is more than a suspicion."""
     pair = find_worker(state, event.task, event.suspect)
-    if event.sign != "checksum" or pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
+    if event.sign not in _CONVICTING or pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = pair
     if event.generation != task.generation or not task.is_member(worker.worker):
@@ -72,8 +78,28 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     state = with_task(state, task)
     if not _is_convicted(task, worker, event.iteration):
         return state
-    failure = f"has other parameters than the other replicas before iteration {event.iteration}"
+    failure = _CONVICTING[event.sign].format(iteration=event.iteration)
     return holds.suspect(state, task.name, worker, "corruption", failure, envelope.observed_at_us)
+
+
+def divergence_observed(state: ClusterState, event: v.DivergenceObserved, _: Envelope) -> ClusterState:
+    """Record that the program of an active task diverges, once more than half of its replicas say so since the same
+    iteration. It stays so: what is trained from then on is not what the program alone would train."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None or pair[0].status is not TaskStatus.ACTIVE or pair[0].troubles.divergence is not None:
+        return state
+    task, worker = pair
+    if event.generation != task.generation or not task.is_member(worker.worker):
+        return state
+    reports = task.group.divergence_reports | {worker.worker: event.iteration}
+    task = replace(task, group=replace(task.group, divergence_reports=reports))
+    members = task.membership.members if task.membership else ()
+    replicas = {member.replica for member in members}
+    agreeing = {member.replica for member in members if reports.get(member.worker) == event.iteration}
+    if 2 * len(agreeing) > len(replicas):
+        divergence = ProgramDivergence(since_iteration=event.iteration, sign=event.sign, at_us=state.now_us)
+        task = replace(task, troubles=replace(task.troubles, divergence=divergence))
+    return with_task(state, task)
 
 
 def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unicrond.core.faults.program_faults import diverging_text
 from unicrond.core.rules.authority import leads_end
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
@@ -104,6 +105,7 @@ def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> 
     reason = f"all {event.iteration} iterations are committed"
     if task.ending.stop and event.iteration < task.spec.iterations:
         reason = _stop_reason(task, event.iteration, task.ending.stop)
+    reason = "; ".join(filter(None, (reason, diverging_text(task))))
     ending = replace(task.ending, reason=reason, params_digest=event.params_digest)
     progress = replace(_with_iteration(task.progress, event.iteration), loss=event.loss)
     return with_task(state, replace(task, status=TaskStatus.COMPLETED, progress=progress, ending=ending))

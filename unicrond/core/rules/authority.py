@@ -9,7 +9,7 @@ Rules
 | place | what it says |
 |---|---|
 | any worker | that it started, waits, is busy, hangs, fails, has ended; that its program asks for the end |
-| member of the newest generation | that it has joined the group; that another member's parameters differ |
+| member of the newest generation | that it has joined the group; that parameters differ, or the program diverges |
 | member of any generation | that a checkpoint is saved, of an iteration that is committed |
 | first replica, of the newest generation | that a checkpoint is saved; who is slow; whether links are to be probed |
 | lead, the first of all members | steps and completion, of its generation and of those before it |
@@ -25,7 +25,8 @@ Rules
   node. The save of a group that another has replaced may come late, and what it has committed last may be told by the
   next lead. Once that group has committed too, a save of a former member beyond all steps is a lie.
 * A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
-* One member's accusation convicts nobody (`folding/suspicions.py`): more than half of all replicas must say so.
+* One member's accusation convicts nobody (`folding/suspicions.py`): more than half of all replicas must say so, and so
+  of a program that diverges.
 * AUTHORITY has a rule for every type of observation but requests; a test holds it to that. What a rule refuses is
   counted by node (`ClusterState.refused_observations`) and is an alarm.
 """
@@ -124,7 +125,7 @@ def _unless_past_member(task: Task, name: str) -> str:
     return f"$.event.worker: {name} has been in no group of {task.name}"
 
 
-def _newest_member(task: Task, event: v.WorkerJoinedGroup | v.CorruptionSuspected) -> str:
+def _newest_member(task: Task, event: v.WorkerJoinedGroup | v.CorruptionSuspected | v.DivergenceObserved) -> str:
     if event.generation != task.generation or task.is_member(event.worker):
         return ""
     if event.worker not in task.workers and isinstance(event, v.WorkerJoinedGroup):
@@ -180,6 +181,7 @@ AUTHORITY: Mapping[type[v.Observation], AuthorityRule] = {
     v.StopRequested: _own_word,
     v.WorkerJoinedGroup: _newest_member,
     v.CorruptionSuspected: _newest_member,
+    v.DivergenceObserved: _newest_member,
     v.CheckpointSaved: _saver,
     v.StragglerObserved: _first_replica,
     v.StragglerRecovered: _first_replica,

@@ -102,6 +102,8 @@ TASK_FIELDS: tuple[str, ...] = (
     "group.leads",
     "group.accusations",
     "copies.carriers",
+    "group.divergence_reports",
+    "troubles.divergence",
 )
 
 #: Where each field of a flat node stands in a Node.

@@ -23,7 +23,7 @@ import msgspec
 
 from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.workers import Membership
-from unicrond.events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
+from unicrond.events.vocabulary import DivergenceSign, HangSuspected, MemoryService, ReshapeRequested
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.placements import PartialMembership
 
@@ -161,6 +161,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     so, until the newest group has met. `probing`: probes of the links between its members (faults/links.py).
     `leads`: of the generations whose reports may still come, the newest LEADS_MAX (rules/authority.py). `accusations`:
     per member whose parameters differ, who has said so, and before which iteration (folding/suspicions.py).
+    `divergence_reports`: per member, since which iteration it says that the program diverges.
     """
 
     formed_after: int = always(0)
@@ -176,6 +177,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     probing: LinkProbing = LinkProbing()
     leads: tuple[Lead, ...] = ()
     accusations: dict[str, dict[str, int]] = {}
+    divergence_reports: dict[str, int] = {}
 
 
 class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -218,6 +220,15 @@ class LocalFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     refuted: int = 0
 
 
+class ProgramDivergence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The program trains something else on each replica, or each time, since an iteration: by what it was seen, and
+    when more than half of the replicas had said so (log time)."""
+
+    since_iteration: int
+    sign: DivergenceSign
+    at_us: int
+
+
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
     are one blow; a worker that was started after it makes the next.
@@ -230,7 +241,8 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blows anywhere since the task last committed a new iteration. `ends`: per node, of how many broken links it was an
     end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
     given up for that; `unclear_breaks`: how often of these another was as likely at fault. `evictions_us`: when workers
-    were given up on suspicion, in the last hour (nodes/brakes.py).
+    were given up on suspicion, in the last hour (nodes/brakes.py). `divergence`: of its program, the first that was
+    seen.
     """
 
     strikes: dict[str, int] = always({})
@@ -243,6 +255,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deaths: dict[str, str] = {}
     local_faults: dict[str, LocalFault] = {}
     evictions_us: tuple[int, ...] = ()
+    divergence: ProgramDivergence | None = None
 
     @property
     def of_nodes(self) -> bool:

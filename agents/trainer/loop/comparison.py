@@ -1,0 +1,115 @@
+"""Compares what the replicas of a group compute with, and what they have computed; tells what is wrong, and acts on it.
+
+Rules
+-----
+* What a difference means is judged by `detection/divergence.py`, from rows that all members have, so all act alike.
+* A replica at fault is accused by all others. The step is not made, for what that replica has computed stands in all
+  sums: the iteration begins again, in the group without it; or with it, once it has received the state anew.
+* Where it is the program, every member says so, and waits to be ended. Nothing that is made of what differs is saved.
+  Where the task has `on_divergence: report`, it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unicrond.agents.trainer.detection.divergence import judge_gradients
+from unicrond.agents.trainer.detection.observing import Detection
+from unicrond.agents.trainer.groups.shard_group import Rendezvous
+from unicrond.agents.trainer.lifecycle import MemberState
+from unicrond.agents.trainer.lifecycle.results import ReplicaDiffers
+from unicrond.agents.trainer.process import determinism
+from unicrond.agents.trainer.process.context import Context
+from unicrond.events.vocabulary import CorruptionSign, DivergenceObserved, DivergenceSign, divergence_text
+
+#: How long members wait for the membership without a replica that they have accused.
+_EVICTION_S = 5.0
+#: How long those of a program that diverges wait for the order to end.
+_STOP_S = 20.0
+
+
+@dataclass(slots=True)
+class ReplicaComparison:
+    """Compares the replicas of one worker's present group."""
+
+    member: MemberState
+    context: Context
+    rendezvous: Rendezvous
+    detection: Detection
+    _reported_generation: int = 0
+
+    @property
+    def _rank(self) -> int:
+        group = self.rendezvous.group
+        assert group is not None
+        return group.rank
+
+    def compare_environments(self) -> None:
+        """Warn where members compute on other hardware or software than the first. Raises NotDeterministic."""
+        policy, ranks = self.context.settings.deterministic, self._deviating_ranks()
+        if not ranks or policy == "off":
+            return
+        message = determinism.describe_deviation(ranks, self._rank, determinism.environment())
+        if policy == "require" and self._rank in ranks:
+            raise determinism.NotDeterministic(f"deterministic: require: {message}")
+        self._warn_of_bits(message)
+
+    def _deviating_ranks(self) -> tuple[int, ...]:
+        return determinism.deviating_ranks(self.rendezvous.environments)
+
+    def _warn_of_bits(self, reason: str) -> None:
+        worker = self.context.launch.worker
+        print(f"{worker}: results will not be bit-identical after a change of replicas: {reason}", flush=True)
+
+    def compare_gradients(self, rows: Sequence[Sequence[int]]) -> None:
+        """Compare the numbers of one micro-batch's gradients, which each replica has computed twice. Raises
+        NotDeterministic, Diverged, and MembershipSuperseded where a replica has been given up for it."""
+        difference, words = judge_gradients(rows), determinism.compare_checksums(rows)
+        if difference.sign is not None:
+            self._report(difference.sign, self.member.ledger.iteration)
+        elif difference.odd:
+            self._accuse(difference.odd, "micro_batch", self.member.ledger.iteration)
+            self.rendezvous.look()
+        if words and self.context.settings.deterministic == "require":
+            raise determinism.NotDeterministic(f"deterministic: require: {words}")
+        if words:
+            self._warn_of_bits(words)
+
+    def compare_parameters(self, iteration: int) -> None:
+        """Compare the parameters that all replicas began the iteration with, before its step. Raises Diverged, and
+        ReplicaDiffers where a replica is at fault."""
+        difference = self.detection.compare_parameters()
+        if difference.sign is not None:
+            self._report(difference.sign, iteration)
+        elif difference.odd:
+            self._accuse(difference.odd, "checksum", iteration)
+            if self.context.replica.size == 1:  # the other shards of a replica know nothing of it
+                odd = ", ".join(self.member.peers[rank].worker for rank in difference.odd)
+                message = f"{odd}: other parameters than the majority before iteration {iteration}"
+                raise ReplicaDiffers(message, is_own=self._rank in difference.odd)
+
+    def _accuse(self, odd: Sequence[int], sign: CorruptionSign, iteration: int) -> None:
+        """Accuse these replicas, and wait a moment for the membership without them."""
+        generation, channel = self.rendezvous.generation, self.context.channel
+        if self._rank not in odd:
+            self.detection.accuse(odd, sign, iteration, generation, [peer.worker for peer in self.member.peers])
+        if self.context.replica.size == 1:
+            channel.wait(lambda: channel.newest(generation, urgent_only=True) is not None, _EVICTION_S)
+
+    def _report(self, sign: DivergenceSign, iteration: int) -> None:
+        """Report that the program diverges, once in each group. Then wait to be ended, unless the task is to go on, or
+        the members compute on different things, by which they differ anyway. Raises Diverged where no order comes."""
+        generation, context = self.rendezvous.generation, self.context
+        text = divergence_text(iteration, sign)
+        if self._reported_generation != generation:
+            self._reported_generation = generation
+            print(f"{context.launch.worker}: {text}", flush=True)
+            context.channel.send(
+                DivergenceObserved(**context.launch.reporter, generation=generation, iteration=iteration, sign=sign)
+            )
+        if context.launch.spec.on_divergence == "report" or self._deviating_ranks():
+            return
+        context.mark.idle()
+        context.channel.wait(lambda: False, _STOP_S)
+        raise determinism.Diverged(text)

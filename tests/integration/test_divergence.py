@@ -1,0 +1,143 @@
+"""Replicas that differ, in real training: the program's fault stops the task, a replica's costs that replica alone."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration import diverging_models
+from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.events.vocabulary import (
+    LANES,
+    CheckpointSpec,
+    CorruptionSuspected,
+    DivergenceObserved,
+    ErrorReported,
+    TaskSpec,
+    divergence_text,
+)
+
+ITERATIONS = 14
+FLIPPED = 7
+
+
+def task(case: str, on_divergence: str = "stop") -> TaskSpec:
+    return TaskSpec(
+        name="t",
+        entry=diverging_models.__file__,
+        args=(case, "1", str(FLIPPED)),
+        max_workers=3,
+        global_batch=12,
+        micro_batch=2,
+        iterations=ITERATIONS,
+        accumulation="exact",
+        env={LANES: "3", "OMP_NUM_THREADS": "1"},
+        checkpoint=CheckpointSpec(interval=0, memory_interval=0),
+        on_divergence=on_divergence,  # type: ignore[arg-type]
+    )
+
+
+def names(replicas: int) -> list[str]:
+    return [f"t.{number}" for number in range(1, replicas + 1)]
+
+
+def begin(rig: Rig, workers: list[str]) -> None:
+    rig.start(*workers)
+    rig.until(lambda: rig.ready(*workers))
+    rig.tell(1, workers)
+
+
+def reports(rig: Rig) -> set[tuple[str, str, int]]:
+    return {(worker, m.sign, m.iteration) for worker, m in rig.said if isinstance(m, DivergenceObserved)}
+
+
+def digests(directory: Path, worker: str) -> dict[int, str]:
+    text = (directory / f"{worker}.log").read_text()
+    return {int(number): words for number, words in re.findall(r"^iteration (\d+): (\w+)$", text, re.MULTILINE)}
+
+
+def stop(rig: Rig, workers: list[str]) -> None:
+    """The head's order, by which all wait: none has reported an error, and all end as asked."""
+    rig.quit(*workers)
+    rig.until(lambda: not rig.living())
+    assert not rig.of(ErrorReported) and not rig.of(CorruptionSuspected) and not rig.completed
+    assert set(rig.exits.values()) == {0}
+
+
+@pytest.mark.parametrize(("case", "sign"), [("dropout", "unsteady"), ("own-data", "unequal")])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_first_micro_batch_shows_program_that_diverges(
+    server: ForkServer, tmp_path: Path, case: str, sign: str, replicas: int
+) -> None:
+    workers = names(replicas)
+    with Rig(server, tmp_path, task(case)) as rig:
+        begin(rig, workers)
+        rig.until(lambda: reports(rig) == {(worker, sign, 1) for worker in workers})
+        stop(rig, workers)
+    text = divergence_text(1, sign)  # type: ignore[arg-type]
+    assert all(text in (tmp_path / f"{worker}.log").read_text() for worker in workers)
+    assert not digests(tmp_path, "t.1"), "no step was made"
+
+
+def test_program_that_is_to_go_on_reports_and_completes(server: ForkServer, tmp_path: Path) -> None:
+    with Rig(server, tmp_path, task("dropout", "report")) as rig:
+        begin(rig, names(2))
+        rig.until(lambda: rig.completed)
+        assert reports(rig) == {(worker, "unsteady", 1) for worker in names(2)}
+
+
+def test_newcomer_with_another_schedule_accuses_nobody(server: ForkServer, tmp_path: Path) -> None:
+    workers = names(3)
+    with Rig(server, tmp_path, task("schedule")) as rig:
+        rig.start(*workers)
+        rig.until(lambda: rig.ready(*workers))
+        rig.tell(1, workers[:2])
+        rig.until(lambda: rig.reached(3))
+        rig.tell(2, workers, joiners=workers[2:], urgent=True)
+        rig.until(lambda: {worker for worker, _, _ in reports(rig)} == set(workers))
+        ((sign, iteration),) = {(sign, iteration) for _, sign, iteration in reports(rig)}
+        stop(rig, workers)
+    assert sign == "newcomer"
+    first, last = digests(tmp_path, "t.1"), digests(tmp_path, "t.3")
+    assert max(first) == iteration - 1, "found before the next step"
+    assert first[iteration - 1] != last[iteration - 1]
+
+
+def test_flipped_bit_of_one_of_two_accuses_nobody(server: ForkServer, tmp_path: Path) -> None:
+    with Rig(server, tmp_path, task("flip")) as rig:
+        begin(rig, names(2))
+        rig.until(lambda: reports(rig) == {(worker, "parameters", FLIPPED) for worker in names(2)})
+        stop(rig, names(2))
+
+
+@pytest.mark.parametrize("is_evicted", [True, False])
+def test_flipped_bit_enters_no_step(server: ForkServer, tmp_path: Path, is_evicted: bool) -> None:
+    """Of three, on the lead. The others accuse it before the step; whether it is given up or stays, all have the bits
+    of a run without it."""
+    workers = names(3)
+    (tmp_path / "sound").mkdir()
+    with Rig(server, tmp_path / "sound", task("none")) as rig:
+        begin(rig, workers)
+        rig.until(lambda: rig.completed)
+    sound = digests(tmp_path / "sound", "t.2")
+    (tmp_path / "flipped").mkdir()
+    with Rig(server, tmp_path / "flipped", task("flip")) as rig:
+        begin(rig, workers)
+        accusations = {(worker, "checksum", "t.1", FLIPPED) for worker in workers[1:]}
+        rig.until(
+            lambda: (
+                {(w, m.sign, m.suspect, m.iteration) for w, m in rig.said if isinstance(m, CorruptionSuspected)}
+                == accusations
+            )
+        )
+        if is_evicted:
+            rig.signal("t.1", signal.SIGKILL)
+        rig.tell(2, workers[1:] if is_evicted else workers, urgent=True)
+        rig.until(lambda: rig.completed)
+        assert not reports(rig) and len(rig.of(CorruptionSuspected)) == 2
+    assert len(sound) == ITERATIONS
+    for worker in workers[1:] if is_evicted else workers:
+        assert digests(tmp_path / "flipped", worker) == sound, worker
