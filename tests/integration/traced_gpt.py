@@ -2,12 +2,14 @@
 
 One line in `<first argument>/<worker>.trace` for each micro-batch whose forward begins ("computed ITERATION
 MICRO_BATCH") and for each step ("stepped ITERATION DIGEST LOSS TIME CPU", the digest of all parameters of this shard,
-seconds). Further arguments: `--recompute` (activation checkpointing), `--bf16` (the task's precision), `--untraced`
+seconds). `PAUSE_S` in the environment: how long each iteration waits, for a run of which others compute the reference.
+Further arguments: `--recompute` (activation checkpointing), `--bf16` (the task's precision), `--untraced`
 (steps alone, and no digests: for measuring).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -79,12 +81,14 @@ def train(spec: TaskSpec, trace: TextIO, traced: bool) -> None:
         told = digest(model) if traced else "-"
         print("stepped", step.iteration, told, step.loss, time.monotonic(), time.process_time(), file=trace)
 
+    pause_s = float(os.environ.get("PAUSE_S", "0"))
     before: Step | None = None
     for step in hook.steps():
         if before is not None and before.iteration + 1 == step.iteration:
             tell(before)
         for micro_batches in step.lists(at_most=1 if spec.pp == 1 else None):
             step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))
+        time.sleep(pause_s)
         optimizer.step()
         scheduler.step(increment=spec.global_batch)
         if spec.optimizer.distributed:

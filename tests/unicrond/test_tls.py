@@ -237,6 +237,12 @@ async def test_api_speaks_tls_and_refuses_in_one_line(tmp_path: Path) -> None:
         assert "does not name 127.0.0.1" in await said(Client(url, ca=certified.ca))
         named = Client(url, ca=certified.ca, server_name="head.example")
         assert (await asyncio.to_thread(named.health))["status"] == "live"
+        people = tmp_path / "people.pem"
+        people.write_bytes(other.ca.read_bytes())
+        watching = Client(url, ca=people, server_name="head.example")
+        assert "not of the CA in" in await said(watching)
+        people.write_bytes(other.ca.read_bytes() + certified.ca.read_bytes())
+        assert (await asyncio.to_thread(watching.health))["status"] == "live", "the file was replaced under it"
     async with api(None) as port:
         assert "does not speak TLS there" in await said(Client(f"https://127.0.0.1:{port}", ca=certified.ca))
 

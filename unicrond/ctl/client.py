@@ -25,6 +25,7 @@ import msgspec
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import from_json
 from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser, entry_of
+from unicrond.events.host.file_versions import FileVersion, file_version
 from unicrond.events.trust.tls import BadCa, client_context, trouble
 from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.wire.envelope import Entry
@@ -116,8 +117,8 @@ class Client:
             self._point_at(server_url)
         self._knows_leader = False
         self._pointing = threading.Lock()
-        self._ca = ca
-        self._server_name = server_name
+        self._ca, self._server_name = ca, server_name
+        self._ca_version: FileVersion | None = None
         self._context: ssl.SSLContext | None = None
         self._timeout_s = timeout_s
 
@@ -406,9 +407,10 @@ class Client:
     def _connection(self) -> http.client.HTTPConnection:
         if not self._tls:
             return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        if self._context is None:
+        version = file_version(self._ca) if self._ca is not None else None
+        if self._context is None or version != self._ca_version:  # it is replaced under whoever looks on and on
             try:
-                self._context = client_context(self._ca)
+                self._context, self._ca_version = client_context(self._ca), version
             except BadCa as error:
                 raise Unreachable(str(error)) from None
         return _Https(self._host, self._port, self._timeout_s, self._context, self._server_name)
