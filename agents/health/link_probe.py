@@ -2,13 +2,15 @@
 
 Rules
 -----
-* Two connections are tried at once, from the node's address in the training network. The first that has sent and got
-  all its bytes shows that the link is not silent, both that it is good: where a quarter of all packets is lost, one of
-  two is quick every fourth time, and both every fiftieth.
-* `silent`: neither connection returned all bytes within LIMIT_S, or the network reports no route. A peer that refuses
+* A probe is a few rounds, one after the other. In each two connections are tried at once, from the node's address in
+  the training network. The first that has sent and got all its bytes shows that the link is not silent, both within
+  SLOW_S that the round was quick.
+* `good`: QUICK_MIN rounds were quick; on a good link the first two. `slow`: no longer so many of ROUNDS can be. Of one
+  round where 5 % of all packets are lost 2 of 5 are not quick, which said now this, now that; where a quarter is lost
+  49 of 50 are not. So 5 of 6 that are not say one thing of either link.
+* `silent`: no connection returned all bytes within LIMIT_S, or the network reports no route. A peer that refuses
   a connection is reachable: `unknown`, since its agent may be starting.
 * `unknown` also where this process got no CPU time meanwhile: a busy machine says nothing about the link.
-* `slow`: all bytes returned on one of them, and not on both within SLOW_S.
 * Of a silent link each end also says whether it hears the other's datagrams (datagrams.py): that names the way that is
   cut.
 * The server echoes what a client sends, BYTES at most, for AT_ONCE clients at a time: it reveals nothing.
@@ -24,7 +26,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -36,6 +38,8 @@ logger = logging.getLogger("unicrond.agents")
 LIMIT_S, SLOW_S, EVERY_S = 1.0, 0.15, 1.5
 BYTES = 32 * 1024
 AT_ONCE = 256
+#: Rounds of a probe, connections of a round, and how many quick rounds make a link good.
+ROUNDS, QUICK_MIN = 6, 2
 _TRIES = 2
 #: This process looks at the clock so often while it probes, and was too busy if it came so late.
 _TICK_S, _BUSY_S = 0.05, 0.3
@@ -137,25 +141,60 @@ class LinkProber:
 
 
 async def probe_peer(peer: ProbedPeer, address: str, limit_s: float = LIMIT_S) -> LinkProbe:
-    """Return what one probe of the way to the peer and back finds."""
+    """Return what one probe of the way to the peer and back finds, and what its first round took."""
     began_s, busy_s = time.monotonic(), asyncio.create_task(_longest_pause(limit_s))
-    tries = [asyncio.create_task(_exchange(peer.host, peer.port, address)) for _ in range(_TRIES)]
-    ends, _ = await asyncio.wait(tries, timeout=limit_s)
-    took_s = time.monotonic() - began_s
-    answers = [task.result() for task in ends]
+    tries: list[asyncio.Task[LinkCondition]] = []
+    ends_s: list[float] = []
+    is_quick = await _try_rounds(peer, address, tries, ends_s)
+    while not is_quick and "good" not in _answers(tries) and (waiting := [task for task in tries if not task.done()]):
+        rest_s = began_s + limit_s - time.monotonic()
+        if not (await asyncio.wait(waiting, timeout=max(0.0, rest_s), return_when=asyncio.FIRST_COMPLETED))[0]:
+            break
+    took_s, answers = time.monotonic() - began_s, _answers(tries)
+    round_s = max(ends_s) - began_s if len(ends_s) == _TRIES else took_s
     busy_s.cancel()
     for task in tries:
         task.cancel()
     await asyncio.gather(*tries, return_exceptions=True)
     pause_s = (await asyncio.gather(busy_s, return_exceptions=True))[0]
-    condition: LinkCondition = "silent"
-    if "unknown" in answers:
+    condition: LinkCondition = "good" if is_quick else "slow" if "good" in answers else "silent"
+    is_busy = took_s > limit_s + _BUSY_S or (isinstance(pause_s, float) and pause_s > _BUSY_S)
+    if condition != "good" and (is_busy or "unknown" in answers):
         condition = "unknown"
-    elif "good" in answers:
-        condition = "good" if answers.count("good") == _TRIES and took_s < SLOW_S else "slow"
-    if condition != "good" and (took_s > limit_s + _BUSY_S or (isinstance(pause_s, float) and pause_s > _BUSY_S)):
-        condition = "unknown"
-    return LinkProbe(peer=peer.node, condition=condition, took_us=int(took_s * 1e6))
+    return LinkProbe(peer=peer.node, condition=condition, took_us=int(round_s * 1e6))
+
+
+async def _try_rounds(
+    peer: ProbedPeer, address: str, tries: list[asyncio.Task[LinkCondition]], ends_s: list[float]
+) -> bool:
+    """Return whether enough rounds were quick. Adds the exchanges to `tries`, and to `ends_s` when those of the first
+    round ended."""
+    quick: list[bool] = []
+    while (is_quick := verdict(quick)) is None:
+        pair = [asyncio.create_task(_exchange(peer.host, peer.port, address)) for _ in range(_TRIES)]
+        tries += pair
+        if not quick:
+            for task in pair:
+                task.add_done_callback(lambda _: ends_s.append(time.monotonic()))
+        late = (await asyncio.wait(pair, timeout=SLOW_S))[1]
+        if quick:  # the first round alone shows what comes within the limit: more would fill the link
+            for task in late:
+                task.cancel()
+        quick.append(not late and all(task.result() == "good" for task in pair))
+        if not late and pair[0].result() != "good":
+            return False  # refused, or no route: another round finds the same
+    return is_quick
+
+
+def verdict(quick: Sequence[bool]) -> bool | None:
+    """Return whether the rounds so far show a good link; None: another round is to tell."""
+    if sum(quick) >= QUICK_MIN:
+        return True
+    return False if sum(quick) + ROUNDS - len(quick) < QUICK_MIN else None
+
+
+def _answers(tries: Sequence[asyncio.Task[LinkCondition]]) -> list[LinkCondition]:
+    return [task.result() for task in tries if task.done() and not task.cancelled()]
 
 
 async def _exchange(host: str, port: int, address: str) -> LinkCondition:
