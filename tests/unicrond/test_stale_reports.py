@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.seeds import at_most
-from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.cluster import MiniCluster, members, trained
 from tests.unicrond.test_decide import two_tasks
 from unicrond.core.decide import decide
 from unicrond.core.rules.survey import Survey
@@ -123,3 +124,33 @@ def test_late_peer_reports_trigger_no_second_answer(seed: int) -> None:
     cluster.assert_whole()
     assert cluster.state.tasks["big"].generation == membership.generation + 1
     assert cluster.state.incidents_total == 1
+
+
+@pytest.mark.parametrize("is_expected", [True, False])
+@pytest.mark.parametrize("echoes", [False, True])
+def test_break_that_an_expected_end_explains_is_no_incident(*, is_expected: bool, echoes: bool) -> None:
+    """The agent ends the workers of a node that leaves; under load their peers tell of the break after that, and before
+    the next membership. Where groups break, members lose each other, too."""
+    cluster = trained(3)
+    workers = members(cluster)
+    leaver = cluster.state.tasks["big"].workers[workers[2]]
+    host = cluster.hosts[leaver.node]
+    del host.processes[leaver.worker]
+    about = {"node": host.name, "task": "big", "worker": leaver.worker}
+    cluster.say(host, v.WorkerExited(**about, exit_code=0, signal=None, is_expected=is_expected))
+    before = cluster.state.incidents_total
+    for worker, other in (workers[:2], workers[1::-1]):
+        lost = (other, leaver.worker) if echoes else (leaver.worker,)
+        cluster.report(worker, "connection_broken", iteration=4, peer=lost[0], lost=lost)
+    assert cluster.state.incidents_total == before
+    assert len(cluster.state.incidents) == (0 if is_expected else 1), "an end that nobody wanted has its own"
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.incidents_total == before and len(members(cluster)) == 3
+
+
+def test_break_without_a_peer_that_ended_is_an_incident() -> None:
+    cluster = trained(3)
+    first, second, _ = members(cluster)
+    cluster.report(first, "connection_broken", iteration=4, peer=second, lost=(second,))
+    assert len(cluster.state.incidents) == 1

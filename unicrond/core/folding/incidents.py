@@ -60,16 +60,12 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     """Open an incident for the fact, or add the fact to the open incident that it belongs to."""
     severity = severity_of(fact.kind, state.severity)
 
-    def shares_generation(incident: Incident) -> bool:
-        """Return whether the fact breaks a generation that the incident has broken."""
-        return any(
-            name in incident.generations and _same_break(state.tasks[name], incident.generations[name], broken)
-            for name, broken in fact.generations.items()
-        )
+    def is_shared(incident: Incident) -> bool:
+        return shares_generation(state, incident, fact)
 
     # The generation says more than the worker, which may have reported an older group's end too.
-    for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
-        if not shares_generation(incident) and not (fact.worker and incident.worker == fact.worker):
+    for incident in sorted(state.incidents.values(), key=is_shared, reverse=True):
+        if not is_shared(incident) and not (fact.worker and incident.worker == fact.worker):
             continue
         if _is_newer(fact, incident) and (incident.resumed_us or _is_another_cause(fact, severity, incident)):
             continue
@@ -101,6 +97,14 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
             ),
         )
     return open_incident(state, fact)
+
+
+def shares_generation(state: ClusterState, incident: Incident, fact: Fact) -> bool:
+    """Return whether the fact breaks a generation that the incident has broken."""
+    return any(
+        name in incident.generations and _same_break(state.tasks[name], incident.generations[name], broken)
+        for name, broken in fact.generations.items()
+    )
 
 
 def _merge_links(

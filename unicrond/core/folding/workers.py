@@ -261,7 +261,17 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         links={worker.worker: lost_peers} if symptom and lost_peers else {},
         is_program_fault=judge_report(error).guilt is Guilt.PROGRAM and not strikes.is_ordered(worker, event.kind),
     )
+    is_known = any(incidents.shares_generation(state, incident, fact) for incident in state.incidents.values())
+    if symptom and not is_known and _is_explained(task, event):
+        return state
     return incidents.blame(state, fact)
+
+
+def _is_explained(task: Task, event: v.ErrorReported) -> bool:
+    """Return whether a member that the worker has lost has ended: the other losses are echoes of that. It ended as
+    expected if no incident of this generation is open, and is replaced as any member that is gone."""
+    peers = {*event.lost_peers, event.peer} - {"", event.worker}
+    return any(task.is_member(name) and name not in task.workers for name in peers)
 
 
 def _place(task: Task, event: v.ErrorReported) -> str:
