@@ -90,6 +90,16 @@ def with_priorities(rng: Random, problem: Problem) -> Problem:
     return replace(problem, tasks=tuple(tasks))
 
 
+def with_residents(rng: Random, problem: Problem) -> Problem:
+    """Return the problem with some workers of tasks of one layout on nodes that start none."""
+    tasks, closed = [], 0
+    for task in problem.tasks:
+        most = 0 if task.alternatives else min(task.workers, problem.workers - closed)
+        tasks.append(replace(task, residents=rng.randint(0, most)))
+        closed += tasks[-1].residents
+    return replace(problem, tasks=tuple(tasks), closed=rng.randint(closed, problem.workers))
+
+
 def random_problem_of_layouts(rng: Random, most_tasks: int = 3, most_workers: int = 8) -> Problem:
     problem = random_problem(rng, most_tasks, most_workers)
     tasks = tuple(with_layouts(rng, task, most_workers) for task in problem.tasks)

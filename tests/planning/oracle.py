@@ -128,6 +128,14 @@ def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], 
             groups += [tp] * (count // tp)
         return finds_room(sorted(groups, reverse=True), slots)
 
+    def has_open_seats(plan: tuple[tuple[int, int], ...]) -> bool:
+        """Return whether all but residents find seats on nodes that start workers."""
+        newcomers = sum(
+            count if layout else max(0, count - task.residents)
+            for task, (count, layout) in zip(problem.tasks, plan, strict=True)
+        )
+        return newcomers <= problem.workers - problem.closed
+
     gains = [{c: gain(problem, t, *c) for c in legal_choices(problem, t)} for t in problem.tasks]
     best = None
     for plan in plans(0, problem.workers):
@@ -138,7 +146,7 @@ def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], 
             for t, (k, layout) in zip(problem.tasks, plan, strict=True)
         )
         rank = (missed, -value, taste)
-        if (best is None or rank < best[0]) and (not problem.seats or seated(plan)):
+        if (best is None or rank < best[0]) and has_open_seats(plan) and (not problem.seats or seated(plan)):
             best = (rank, plan, value)
     assert best is not None
     return tuple(k for k, _ in best[1]), tuple(layout for _, layout in best[1]), best[2]

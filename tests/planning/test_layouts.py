@@ -15,6 +15,7 @@ from tests.planning.clusters import (
     random_seats,
     random_situation,
     with_layouts,
+    with_residents,
     with_turns,
 )
 from tests.planning.oracle import brute_force_in, finds_room, shortfall
@@ -56,6 +57,16 @@ def assert_best(problem: Problem, seed: int) -> bool:
 def test_solver_matches_brute_force(each_kernel: str) -> None:
     exact = sum(assert_best(random_problem_of_layouts(Random(seed)), seed) for seed in range(1500))
     assert exact > 600
+
+
+def test_solver_with_residents_matches_brute_force(each_kernel: str) -> None:
+    differ = 0
+    for seed in range(500):
+        rng = Random(seed)
+        problem = with_residents(rng, random_problem_of_layouts(rng))
+        assert_best(problem, seed)
+        differ += solve(problem).workers != solve(problem.relaxed).workers
+    assert differ > 50, "the seats of residents decide nothing"
 
 
 def test_solver_with_turns_matches_brute_force(each_kernel: str) -> None:

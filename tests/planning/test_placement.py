@@ -144,3 +144,18 @@ def test_placement_fits_powers_of_two(slots: list[int], data: st.DataObject) -> 
         counts[f"t{tp}"] = data.draw(st.integers(0, left // tp))
         left -= counts[f"t{tp}"] * tp
     assert place(counts, shapes, nodes, start.replicas).short == {}
+
+
+def test_closed_node_keeps_its_replicas_and_gets_none() -> None:
+    """One leaves it, and the seat stays empty: also where room is made for a larger group."""
+    shapes, nodes = {"a": Shape(), "b": Shape(), "pair": Shape(2)}, {"n1": 2, "n2": 2, "n3": 1}
+    current = {"a": (("n1",), ("n1",))}
+    assert place({"a": 1, "b": 1}, shapes, nodes, current, closed=("n1", "n2")).replicas == {
+        "a": (("n1",),),
+        "b": (("n3",),),
+    }
+    assert place({"a": 1, "b": 2}, shapes, nodes, current, closed=("n1", "n2")).short == {"b": 1}
+    assert place({"a": 2, "pair": 1}, shapes, {"n1": 2, "n2": 2}, current, closed=("n1",)).replicas["pair"] == (
+        ("n2", "n2"),
+    )
+    assert place({"a": 1, "pair": 1}, shapes, {"n1": 2, "n2": 1}, current, closed=("n1",)).short == {"pair": 1}

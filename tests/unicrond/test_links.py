@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
+from unicrond.core.deciding.plans import build_plan, needed_solves
 from unicrond.core.faults import links
+from unicrond.core.faults.program_faults import LOOPING_MIN
 from unicrond.core.folding.plans import membership_decided
 from unicrond.core.planning.placement import place
+from unicrond.core.planning.solver import solve
+from unicrond.core.rules.survey import Survey
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.holds import Brakes
 from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
 from unicrond.core.state.state import ClusterState, Severity, Task
-from unicrond.core.state.task_parts import WARM_UP
+from unicrond.core.state.task_parts import WARM_UP, Crashes
 from unicrond.display.cluster_tables import links_table
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
@@ -192,6 +196,24 @@ def test_the_other_end_works_for_another_task() -> None:
     cluster.run()
     membership = cluster.state.tasks["u"].membership
     assert membership is not None and [member.node for member in membership.members] == [withdrawn.node]
+
+
+def test_failing_task_makes_room_for_one_whose_link_is_silent() -> None:
+    """Both ends are free, and each has room for one: the pair needs one of them and another node."""
+    cluster = LinkedCluster(6, nodes=2, pp=2, min_workers=2)
+    cluster.add_host("n2")
+    cluster.submit("garbage", max_workers=1)
+    cluster.run()
+    crashes = Crashes(count=LOOPING_MIN, fruitless=1)
+    garbage = cluster.state.tasks["garbage"]
+    cluster.state = with_task(cluster.state, replace(garbage, troubles=replace(garbage.troubles, crashes=crashes)))
+    link = NodeLink(first="n0", second="n1", conditions={"n0": "silent", "n1": "silent"})
+    state = replace(cluster.state, links={link_key("n0", "n1"): link})
+    survey = Survey(state, cluster.policy)
+    plan = build_plan(survey, {problem: solve(problem) for problem in needed_solves(survey)})
+    assert plan is not None
+    shares = {share.task: share.replicas for share in plan.assignments}
+    assert "n2" in shares["t"][0] and shares["garbage"][0][0] in ("n0", "n1")
 
 
 def test_one_end_alone_proves_nothing() -> None:

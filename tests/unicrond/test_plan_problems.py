@@ -238,3 +238,40 @@ def test_unseatable_task_blocks_no_other() -> None:
     cluster.add_host("n2", slots=2)
     cluster.run()
     assert cluster.state.plan.workers["wide"] == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_newcomer_gets_no_seat_on_cordoned_node(slots: int) -> None:
+    """Nothing starts there: whoever left for it would leave for nothing."""
+    cluster = MiniCluster(1)
+    for number in range(2):
+        cluster.add_host(f"n{number}", slots=slots)
+    cluster.submit("large", max_workers=2 * slots)
+    cluster.run()
+    cluster.train("large", 2)
+    for name in ("n0", "n1"):
+        cluster.cordon(name)
+    cluster.submit("small", max_workers=1)
+    cluster.run()
+    shares = cluster.state.plan.assignments
+    assert (shares["large"].workers, shares["small"].workers) == (2 * slots, 0)
+    cluster.uncordon("n0")
+    cluster.run()
+    shares = cluster.state.plan.assignments
+    assert (shares["large"].workers, shares["small"].workers) == (2 * slots - 1, 1), "it may have one of the open seats"
+
+
+def test_residents_stay_where_a_task_shrinks_for_another() -> None:
+    """The newcomer needs an open seat, so the worker that leaves is one of the open node."""
+    cluster = MiniCluster(1)
+    for number in range(2):
+        cluster.add_host(f"n{number}", slots=2)
+    cluster.submit("large", max_workers=4)
+    cluster.run()
+    cluster.train("large", 2)
+    cluster.cordon("n0")
+    cluster.submit("small", max_workers=1)
+    cluster.run()
+    shares = cluster.state.plan.assignments
+    assert sorted(shares["large"].replicas) == [("n0",), ("n0",), ("n1",)]
+    assert shares["small"].replicas == (("n1",),)

@@ -83,6 +83,7 @@ def _has_room_without(survey: Survey, node: str) -> bool:
         slots,
         {task.name: share.replicas for task, share in shares},
         (survey.gpus, gpu_types_of),
+        closed=survey.nodes.cordoned,
     )
     return not placed.short
 

@@ -7,7 +7,7 @@ decision for people, and a repeated decision is compared without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple, TypeVar
 
@@ -73,11 +73,8 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution], pins: Pins
         for task, layout in zip(active, solution.layouts, strict=True)
     }
     current = {name: links.together(survey, state.tasks[name], replicas) for name, replicas in current.items()}
-    types, apart = (survey.gpus, dict(zip(counts, solution.gpus, strict=True))), survey.barred_pairs
-    placed = _placed_elsewhere(survey, capacity, (counts, shapes, current), types)
-    if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
-        relocated = place_apart(counts, shapes, capacity, {}, types, apart)
-        placed = placed if relocated.short else relocated  # there is room, if more than a few move
+    types = survey.gpus, dict(zip(counts, solution.gpus, strict=True))
+    placed = _placed(survey, solution, capacity, (counts, shapes, current), types)
     assignments = []
     for task in survey.active:
         is_pinned = task.name in pins
@@ -117,6 +114,47 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution], pins: Pins
     )
 
 
+def _placed(
+    survey: Survey,
+    solution: Solution,
+    slots: Mapping[str, int],
+    demand: tuple[Mapping[str, int], Mapping[str, Shape], Mapping[str, Sequence[Replica]]],
+    types: tuple[Mapping[str, str], Mapping[str, str]],
+) -> Placement:
+    """Place the tasks; where one finds no seats, with more than a few that move, if there is room then."""
+    counts, shapes, current = demand
+    placed = _placed_elsewhere(survey, slots, demand, types)
+    for staying in _other_stays(survey, solution, counts, current) if placed.short else ():
+        moved = place_apart(counts, shapes, slots, staying, types, survey.barred_pairs, survey.nodes.cordoned)
+        if not moved.short:
+            return moved
+    return placed
+
+
+def _other_stays(
+    survey: Survey, solution: Solution, counts: Mapping[str, int], current: Mapping[str, Sequence[Replica]]
+) -> Iterator[Mapping[str, Sequence[Replica]]]:
+    """Yield the replicas that stay, where not all that might stay leave room for the others; few moves first."""
+    cordoned = frozenset(survey.nodes.cordoned)
+    residents = {
+        name: [nodes for nodes in replicas if not cordoned.isdisjoint(nodes)][: counts[name]]
+        for name, replicas in current.items()
+    }
+    if cordoned:
+        yield {
+            name: [*residents[name], *(nodes for nodes in replicas if cordoned.isdisjoint(nodes))][: counts[name]]
+            for name, replicas in current.items()
+        }
+    if solution.problem.seats or any(pool.seats for pool in solution.problem.pools):
+        yield residents
+    if survey.barred_pairs:  # one that stands on a free node may take the place of an end
+        tasks = survey.state.tasks
+        for name in sorted(
+            current, key=lambda name: (name not in survey.failing, tasks[name].spec.priority, tasks[name].spec.weight)
+        ):
+            yield {**current, name: residents[name]}
+
+
 def _placed_elsewhere(
     survey: Survey,
     slots: Mapping[str, int],
@@ -126,8 +164,8 @@ def _placed_elsewhere(
     """Place the tasks; those that avoid nodes elsewhere, where there is room. On an avoided node only the other tasks'
     present workers have seats then, and on one whose isolation is held only workers that live."""
     counts, shapes, current = demand
-    apart = survey.barred_pairs
-    placed = place_apart(counts, shapes, slots, current, types, apart)
+    apart, closed = survey.barred_pairs, survey.nodes.cordoned
+    placed = place_apart(counts, shapes, slots, current, types, apart, closed)
     avoided = {node for name in counts for node in survey.avoided.get(name, ())} | {*survey.held_nodes}
     if not avoided:
         return placed
@@ -141,7 +179,7 @@ def _placed_elsewhere(
                 stays[name].remove(nodes)
     seats = Counter(node for replicas in stays.values() for nodes in replicas for node in nodes)
     capacity = {node: min(free, seats[node]) if node in avoided else free for node, free in slots.items()}
-    elsewhere = place_apart(counts, shapes, capacity, stays, types, apart)
+    elsewhere = place_apart(counts, shapes, capacity, stays, types, apart, closed)
     return placed if elsewhere.short else elsewhere
 
 

@@ -8,9 +8,12 @@ Rules
 * A plan has room if all its groups can be packed into the nodes, wherever workers are now.
 * Groups are packed from the largest to the smallest into the fullest node that still has room. Where each size divides
   the next larger one (1, 2, 4, 8) that finds room whenever there is any; for other sizes it may miss some.
+* On nodes that start no workers (`Problem.closed`) a task has room for those that it has there, and no other task has
+  any. What a task has beyond these needs an open seat: the plan keeps its residents first.
 * If the best plan has no room, it is excluded and the next best is searched: any plan that has room needs less for
   at least one task whose groups are as large as the one that found none, or larger. So the problem splits into
-  one for each of these, in which that task may not have as much, and the search continues with the best of all. The
+  one for each of these, in which that task may not have as much, and the search continues with the best of all. Where
+  so many open seats are missing, one of the tasks that have some needs its share of that less. The
   result is the best plan that has room, ties included.
 """
 
@@ -107,9 +110,20 @@ def groups_of(problem: Problem, workers: Sequence[int], layouts: Sequence[int]) 
 def has_room(solution: Solution) -> bool:
     """Return whether the plan fits on the problem's nodes; always True where the problem names no seats."""
     problem = solution.problem
+    if problem.closed and _missing(problem, solution.workers, solution.layouts)[0]:
+        return False
     if not problem.seats or _always_fit(problem):
         return True
     return packs(groups_of(problem, solution.workers, solution.layouts), problem.seats)
+
+
+def _missing(problem: Problem, workers: Sequence[int], layouts: Sequence[int]) -> tuple[int, list[int]]:
+    """Return how many open seats the plan lacks, and how many each task needs."""
+    needs = [
+        count if layout else max(0, count - task.residents)
+        for task, count, layout in zip(problem.tasks, workers, layouts, strict=True)
+    ]
+    return max(0, sum(needs) - (problem.workers - problem.closed)), needs
 
 
 def _always_fit(problem: Problem) -> bool:
@@ -120,7 +134,7 @@ def _always_fit(problem: Problem) -> bool:
 
 def best_with_room(first: Solution, solve: Callable[[Problem], Solution]) -> Solution:
     """Return the best plan that has room. `first`: the best plan of all; `solve` solves a problem without regard to its
-    seats.
+    seats, open or closed.
 
     After TRIES_MAX plans without room, return the best of the remaining ones, whether it has room or not.
     """
@@ -144,14 +158,17 @@ def best_with_room(first: Solution, solve: Callable[[Problem], Solution]) -> Sol
     while True:
         *_, best = heappop(open_ones)
         candidate = replace(best, problem=problem, fixed_layouts=best.layouts)
-        needed = unseated(groups_of(problem, candidate.workers, candidate.layouts), problem.seats)
-        if not needed or attempts >= TRIES_MAX:
+        missing, needs = _missing(problem, candidate.workers, candidate.layouts) if problem.closed else (0, [])
+        groups = groups_of(problem, candidate.workers, candidate.layouts)
+        needed = unseated(groups, problem.seats) if problem.seats and not missing else 0
+        if not (needed or missing) or attempts >= TRIES_MAX:
             return candidate
+        share = -(-missing // sum(map(bool, needs))) if missing else 0
         for place, (task, count) in enumerate(best):
             tp = task.shape_of(best.layouts[place]).tp
-            if not count or tp < needed:
-                continue  # without this task the larger groups would find no more room
-            less = _capped_below(task, tp, count)
+            if not count or (needs[place] < share if missing else tp < needed):
+                continue  # without this task the others would find no more room
+            less = _capped_below(task, 1, count - share + 1) if missing else _capped_below(task, tp, count)
             tasks = (*best.problem.tasks[:place], less, *best.problem.tasks[place + 1 :])
             if tasks not in visited:
                 visited.add(tasks)

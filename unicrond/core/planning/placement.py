@@ -14,6 +14,7 @@ Rules
   re-plans with the count that fits, or accepts.
 * Nodes that cannot talk to each other (`apart`) do not carry the same task; the caller leaves out of `current` what has
   to go for that.
+* Nodes that start no workers (`closed`) keep the replicas that stay there, and get none.
 * Types of GPU are placed apart: a task has all its workers on nodes of one type (`place_apart`).
 * Equal input gives equal output, whatever the order of the mappings.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -51,6 +52,7 @@ def place(
     nodes: Mapping[str, int],
     current: Mapping[str, Sequence[Replica]],
     apart: Sequence[tuple[str, str]] = (),
+    closed: Collection[str] = (),
 ) -> Placement:
     """Place `counts[task]` replicas of each task on `nodes` (name -> slots), starting from the present placement.
 
@@ -69,6 +71,7 @@ def place(
         shapes, nodes, {task: _staying_replicas(current.get(task, ()), counts[task], nodes) for task in sorted(counts)}
     )
     cluster.set_apart(apart)
+    cluster.close(closed)
     new_counts = {task: counts[task] - len(cluster.seated[task]) for task in counts}
     short: dict[str, int] = {}
     for task in sorted(counts, key=lambda t: (-shapes[t].tp, -new_counts[t] * shapes[t].workers, t)):
@@ -88,12 +91,13 @@ def place_apart(
     current: Mapping[str, Sequence[Replica]],
     gpus: tuple[Mapping[str, str], Mapping[str, str]],
     apart: Sequence[tuple[str, str]] = (),
+    closed: Collection[str] = (),
 ) -> Placement:
     """Place each task as `place` does, on nodes with its type of GPU. `gpus`: the types of the nodes and of the tasks;
     an empty first mapping means that all nodes are alike."""
     of_node, of_task = gpus
     if not of_node:
-        return place(counts, shapes, nodes, current, apart)
+        return place(counts, shapes, nodes, current, apart, closed)
     parts = [
         place(
             {task: count for task, count in counts.items() if of_task[task] == gpu},
@@ -101,6 +105,7 @@ def place_apart(
             {node: slots for node, slots in nodes.items() if of_node[node] == gpu},
             current,
             apart,
+            closed,
         )
         for gpu in sorted({of_task[task] for task in counts})
     ]
@@ -125,6 +130,7 @@ class _ClusterSlots:
         self.tickets = 0
         self.moves = 0
         self.apart: dict[str, set[str]] = {}  # node -> those that it cannot talk to
+        self.shut: frozenset[str] = frozenset()  # nodes that have no free seats, whoever leaves them
         for task, replicas in staying.items():
             for replica in replicas:
                 self._stay(task, replica)
@@ -136,6 +142,13 @@ class _ClusterSlots:
         for first, second in pairs:
             self.apart.setdefault(first, set()).add(second)
             self.apart.setdefault(second, set()).add(first)
+
+    def close(self, nodes: Collection[str]) -> None:
+        """Keep new replicas off these nodes, also where one leaves."""
+        for node in nodes:
+            if node in self.free:
+                self._set_free(node, 0)
+        self.shut = frozenset(nodes)
 
     def _is_out_of_reach(self, task: str, node: str) -> bool:
         """Return whether a node of the task cannot talk to this one."""
@@ -178,7 +191,8 @@ class _ClusterSlots:
 
     def _change(self, task: str, node: str, workers: int) -> None:
         self.of_task[task][node] += workers
-        self._set_free(node, self.free[node] - workers)
+        if node not in self.shut:
+            self._set_free(node, self.free[node] - workers)
 
     def _set_free(self, node: str, seats: int) -> None:
         self.by_gap[self.free[node]].remove(node)
@@ -262,6 +276,8 @@ def _make_room(cluster: _ClusterSlots, tp: int) -> bool:
     """
     best: tuple[int, str] | None = None
     for at_least, node in sorted((_lacking(gap, tp), node) for node, gap in cluster.free.items()):
+        if node in cluster.shut:
+            continue
         if best is not None and best[0] <= at_least:
             break
         cost = _clear(cluster, tp, node, keep=False)

@@ -150,7 +150,14 @@ class _Search:
             pool_tasks = tuple([self.inside[place][i][0] for i in tasks])
             pool: Pool = self.pools[place]
             solution = self.solve(
-                replace(self.problem, workers=pool.workers, seats=pool.seats, tasks=pool_tasks, pools=())
+                replace(
+                    self.problem,
+                    workers=pool.workers,
+                    seats=pool.seats,
+                    closed=pool.closed,
+                    tasks=pool_tasks,
+                    pools=(),
+                )
             )
             counts = zip(tasks, pool_tasks, solution.workers, strict=True)
             missed = sum(self.values[i] for i, task, workers in counts if workers < task.floor)

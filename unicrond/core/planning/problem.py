@@ -23,6 +23,8 @@ Rules
   objective second.
 * Where nodes have GPUs of several types, each type is a *pool*, and a choice names its pool too: T differs there,
   and all replicas of a task are in one pool. A change of the pool costs D_reshape (`pools.py`).
+* Some nodes start no workers (a person has cordoned them), and those that stand there may stay: they are *residents*.
+  A resident's seat is its task's alone, so all others share the open seats (`feasibility.py`).
 * The churn term is ours, not the paper's: the price of moving a task of which nothing is broken. It is 0
   unless given.
 
@@ -35,7 +37,7 @@ import hashlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import inf, isfinite
@@ -182,6 +184,7 @@ class TaskProblem:
     choices that are left here (floors.py).
     `alternatives`: other layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are of the present one.
     `gpu`: its pool. `form`: the whole present layout, where it has more than tp and pp.
+    `residents`: those of its `workers` that stand on nodes which start none.
     """
 
     name: str
@@ -203,13 +206,14 @@ class TaskProblem:
     priority: int = 0
     preemptible: bool = False
     floor_worth: Fraction | None = None
+    residents: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < inf:
             raise ProblemError(f"task {self.name}: weight is {self.weight}; give a finite number >= 0")
         if not 0 <= self.turn <= TURNS_MAX:
             raise ProblemError(f"task {self.name}: turn is {self.turn}; give 0 to {TURNS_MAX}")
-        for field in ("workers", "min_workers", "max_workers", "floor"):
+        for field in ("workers", "min_workers", "max_workers", "floor", "residents"):
             value = getattr(self, field)
             if value is not None and value < 0:
                 raise ProblemError(f"task {self.name}: {field} is {value}; give a number >= 0")
@@ -292,11 +296,12 @@ class TaskProblem:
 
 @dataclass(frozen=True)
 class Pool:
-    """The nodes with one type of GPU: their slots, and their seats as in Problem."""
+    """The nodes with one type of GPU: their slots, their seats and which are closed, as in Problem."""
 
     gpu: str
     workers: int
     seats: tuple[tuple[int, int], ...] = ()
+    closed: int = 0
 
 
 @dataclass(frozen=True)
@@ -309,6 +314,7 @@ class Problem:
     `seats`: (slots, how many nodes have them), rising: all tensor-parallel groups of a plan must fit there; empty =
     not checked (feasibility.py).
     `pools`: `workers` is their sum, and they have the `seats`; empty where there is one type of GPU.
+    `closed`: those of the `workers` whose seats are on nodes that start none.
     """
 
     workers: int
@@ -318,6 +324,7 @@ class Problem:
     churn_us: Number = 0
     seats: tuple[tuple[int, int], ...] = ()
     pools: tuple[Pool, ...] = ()
+    closed: int = 0
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -333,6 +340,14 @@ class Problem:
         turns = [task.turn for task in self.tasks if task.turn]
         if len(set(turns)) != len(turns):
             raise ProblemError("tasks: two have the same turn; give each its own")
+
+    @cached_property
+    def relaxed(self) -> Problem:
+        """Return the same problem where every node starts workers. Its plan is this problem's too, if that has room."""
+        if not self.closed and not any(task.residents for task in self.tasks):
+            return self
+        tasks = tuple([replace(task, residents=0) for task in self.tasks])
+        return replace(self, tasks=tasks, closed=0, pools=tuple([replace(pool, closed=0) for pool in self.pools]))
 
     def transition_of(self, task: TaskProblem) -> Number:
         """Return D_transition for this task."""

@@ -149,7 +149,7 @@ class PlanTable:
         if problem.pools:
             return self.ahead.get(problem)
         row = self._row_of_change.get(_change(self.situation, problem))
-        if row is None or self.situation.after(self._events[row]) != problem:
+        if row is None or self.situation.after(self._events[row]) != problem.relaxed:
             return None
         solution = self._solution(row, problem)
         return solution if has_room(solution) else None

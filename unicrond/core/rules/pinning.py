@@ -140,4 +140,4 @@ def _is_hit(survey: Survey, task: Task) -> bool:
 def _is_open(survey: Survey, task: Task, node: str) -> bool:
     """Return whether a worker of the task may be placed on the node anew."""
     is_of_type = not survey.types or survey.gpus.get(node) == survey.type_of(task)
-    return is_of_type and node not in survey.absence.absentees
+    return is_of_type and node not in survey.absence.absentees and node not in survey.nodes.cordoned

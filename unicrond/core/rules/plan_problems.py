@@ -7,12 +7,13 @@
 Rules
 -----
 * `situation_of(state).after(event) == problem_of(state after event)`, field by field: that is what makes the
-  one-step table a look-up. A test holds them to it.
+  one-step table a look-up. A test holds them to it. Only the seats on cordoned nodes are left out (`Problem.relaxed`).
 * What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
   `basis` does not hold it, so that learning by itself never moves a worker.
 * With several types of GPU each is a pool, also while no node of it may carry workers.
 * While nodes cannot talk to each other (faults/links.py) no task gets more workers than stand on nodes of which all
   can; and no table is made, since such a plan holds only until the link is back.
+* The workers on cordoned nodes are residents: no other task gets their seats, since nothing starts there.
 * A task with workers on a cordoned node keeps its layout: for another one all of them leave, and nothing starts there
   again. No table is made meanwhile, since their loss would change that.
 * A task whose program fails without achieving anything is worth next to nothing: one FLOP/s for each worker, and no
@@ -23,7 +24,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
@@ -62,7 +63,7 @@ def problem_of(survey: Survey, pins: Pins | None = None) -> Problem:
         d_transition_us=int(policy.transition_s * _SECOND_US),
         tasks=tasks,
         churn_us=int(policy.churn_s * _SECOND_US),
-        **_room(survey, capacity, tasks),
+        **_room(survey, capacity, tasks, survey.nodes.cordoned),
     )
 
 
@@ -79,7 +80,7 @@ def situation_of(survey: Survey) -> Situation | None:
         for nodes in assignment.replicas if assignment else ():
             for node in nodes:
                 on_node[node].add(task.name)
-    problems = tuple([_task_problem(survey, task) for task in tasks])
+    problems = tuple([replace(_task_problem(survey, task), residents=0) for task in tasks])
     present = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
     return Situation(
         nodes=tuple(
@@ -133,18 +134,23 @@ def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
 class _Room(TypedDict):
     seats: Seats
     pools: tuple[Pool, ...]
+    closed: int
 
 
-def _room(survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ...]) -> _Room:
-    """Return seats and pools of nodes with so many slots."""
+def _room(
+    survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ...], closed: Sequence[str] = ()
+) -> _Room:
+    """Return seats and pools of nodes with so many slots. `closed`: nodes that start no workers."""
     asks = seats_matter(tasks)
     if not survey.types:
-        return {"seats": seats_of(slots) if asks else (), "pools": ()}
+        shut = sum(slots.get(name, 0) for name in closed)
+        return {"seats": seats_of(slots) if asks else (), "pools": (), "closed": shut}
     pools = []
     for gpu in survey.types:
         pool_slots = {name: count for name, count in slots.items() if survey.gpus[name] == gpu}
-        pools.append(Pool(gpu, sum(pool_slots.values()), seats_of(pool_slots) if asks else ()))
-    return {"seats": (), "pools": tuple(pools)}
+        shut = sum(pool_slots.get(name, 0) for name in closed)
+        pools.append(Pool(gpu, sum(pool_slots.values()), seats_of(pool_slots) if asks else (), shut))
+    return {"seats": (), "pools": tuple(pools), "closed": 0}
 
 
 def _is_faulty(survey: Survey, task: Task) -> bool:
@@ -198,6 +204,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         gpu=gpu if survey.types else "",
         priority=task.spec.priority,
         preemptible=task.spec.preemptible or task.name in survey.over_quota,
+        residents=0 if at_rest else _residents(survey, task),
     )
     if task.name in survey.failing and not problem.turn:
         return _worthless(problem)
@@ -255,6 +262,12 @@ def _kept_off(task: Task, curve: Curve) -> bool:
     """Return whether the task's file names types of GPU and gives 0 FLOP/s to this choice: then it gets no workers
     there, not even to meet a floor."""
     return bool(task.spec.gpus) and not any(flops for _, flops in curve.rounded())
+
+
+def _residents(survey: Survey, task: Task) -> int:
+    """Count the workers that the plan has on cordoned nodes, and that live."""
+    cordoned = set(survey.nodes.cordoned)
+    return sum(node in cordoned for nodes in present_replicas(survey, task) for node in nodes) if cordoned else 0
 
 
 def _is_on_cordoned(survey: Survey, task: Task) -> bool:

@@ -167,9 +167,7 @@ class Survey:
         self._facts = plan_slots, self._planned, self.gpus, self.barred_pairs
         is_unchanged = before is not None and before._facts == self._facts
         self.basis: str = before.basis if before and is_unchanged else _digest(*self._facts)
-        #: The basis of a plan that gives a task less than it would have if no node were away: once the outage is over,
-        #: it differs from `basis`, and so asks for another plan.
-        self.short_basis = f"{self.basis} in an outage" if self.absence.absentees else self.basis
+        self.short_basis = self._short_basis(plan_slots)
         is_new = not (state.plan.epoch or state.nodes or state.tasks)
         self.fresh = state.plan.basis in (self.basis, self.short_basis) or is_new
         alike = before is not None and before.nodes.services == self.nodes.services
@@ -199,6 +197,13 @@ class Survey:
         slots = {name: count for name, count in slots.items() if name not in absence.arrivals}
         slots |= {name: state.nodes[name].slots for name in sorted(absence.absentees)}
         return slots, self._with_seats(slots, absence.absentees), absence
+
+    def _short_basis(self, plan_slots: Mapping[str, int]) -> str:
+        """Return the basis of a plan that gives a task less than it would have if no node were away, and every node
+        started workers: once that is so, it differs from `basis`, and so asks for another plan."""
+        closed = sorted(name for name in self.nodes.cordoned if plan_slots.get(name))
+        aside = f" beside {hashlib.blake2b(repr(closed).encode(), digest_size=4).hexdigest()}" if closed else ""
+        return f"{self.basis}{' in an outage' if self.absence.absentees else ''}{aside}"
 
     def _with_seats(self, plan_slots: Mapping[str, int], absentees: frozenset[str]) -> Mapping[str, int]:
         """Return the slots that a plan may use: of an awaited node those of the tasks that it has there."""
