@@ -42,7 +42,8 @@ LONG = (
     "tests/replay/test_replayer.py",
     "tests/replay/test_simulate.py", "tests/replay/test_timeline.py", "tests/replay/test_verify.py",
     "tests/supply/", "tests/test_recovery_figures.py", "tests/unicrond/test_collector.py",
-    "tests/unicrond/test_connections.py", "tests/unicrond/test_entry_costs.py", "tests/unicrond/test_escalation.py", "tests/unicrond/test_evidence.py",
+    "tests/unicrond/test_connections.py", "tests/unicrond/test_entry_costs.py",
+    "tests/unicrond/test_escalation.py", "tests/unicrond/test_evidence.py",
     "tests/unicrond/test_foresight_of_types.py", "tests/unicrond/test_lives.py", "tests/unicrond/test_noise.py",
     "tests/unicrond/test_owners.py", "tests/unicrond/test_plan_problems.py", "tests/unicrond/test_task_file.py",
 )  # fmt: skip
