@@ -62,10 +62,16 @@ def outages_move_nobody(
     standing = [name for name, outage in basis.outages.items() if not outage.is_over and policy.outage_hold_s]
     if not standing or len(standing) < len(basis.outages) or before is None:
         return ""
-    if any(hold.node in members for hold in basis.holds.values()):
-        return ""  # what starts anew on a node that is accused gets another, if there is one
     shares = {share.task: expand(share).replicas for share in plan.assignments}
     old = {name: share.replicas for name, share in basis.plan.assignments.items()}
+    nodes_of_outage = frozenset(members)
+    accused = {hold.node for hold in basis.holds.values() if hold.node}
+    if accused.intersection(members) or any(
+        accused.intersection(nodes) and not nodes_of_outage.isdisjoint(nodes)
+        for replicas in old.values()
+        for nodes in replicas
+    ):
+        return ""  # what starts anew on a node that is accused gets another, if there is one; so do its other nodes
     if all(shares.get(t.name) == old.get(t.name) or is_failing(t) for t in basis.active):
         return ""  # nobody moves, but for a task that keeps off the nodes where its program fails
     now = other_causes(basis)
