@@ -111,7 +111,7 @@ class GpuSpec(Value, frozen=True, kw_only=True):
 
 
 class TaskStart(Value, frozen=True, kw_only=True):
-    """How a task begins where saved states of an earlier run of its name may lie. The head makes it of a submission.
+    """Say how a task begins where states of an earlier run of its name may lie. The head makes it of a submission.
 
     `mode` "": it goes on from them where they were made with its settings, and is refused otherwise. "resume": it goes
     on from them in any case. "restart": it begins from the seed, or from what its program loads; they are kept under

@@ -130,19 +130,7 @@ class Cluster(Live):
     async def train(self, workers: int, **fields: Any) -> ClusterState:
         """A task of so many workers, which trains."""
         self.workers = workers
-        spec = {
-            "name": TASK,
-            "max_workers": workers,
-            "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
-            "data": "/checkpoints/stdlib",
-            "entry": "/checkpoints/hungry_gpt.py",
-            "args": ["/checkpoints/orders"],
-            "global_batch": 12,
-            "iterations": 1_000_000,
-            "checkpoint": {"interval": 0},
-            **fields,
-        }
-        await asyncio.to_thread(self.client.submit, spec)
+        await asyncio.to_thread(self.client.submit, task_of(workers, **fields))
         return await self.training(0, beyond=5)
 
     def lines(self, after: int = 0) -> list[EventLine]:
@@ -155,6 +143,22 @@ class Cluster(Live):
         """From just before an act."""
         state, _ = await self.state()
         return Watch(self, state, (await asyncio.to_thread(self.lines))[-1].seq)
+
+
+def task_of(workers: int, **fields: Any) -> dict[str, Any]:
+    """Return the description of a task of so many workers that trains for ever."""
+    return {
+        "name": TASK,
+        "max_workers": workers,
+        "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
+        "data": "/checkpoints/stdlib",
+        "entry": "/checkpoints/hungry_gpt.py",
+        "args": ["/checkpoints/orders"],
+        "global_batch": 12,
+        "iterations": 1_000_000,
+        "checkpoint": {"interval": 0},
+        **fields,
+    }
 
 
 class Watch:

@@ -216,11 +216,16 @@ def conditions(rows: dict[str, dict[str, Any]]) -> str:
 
 def write() -> None:
     """Put the table into its page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+    rows = json.loads(ROWS.read_text())
+    replace_table(BEGIN, conditions(rows), table(rows))
+
+
+def replace_table(begin: str, conditions: str, table: str) -> None:
+    """Put a table, and where it was made, between a mark of the page and END."""
+    before, _, rest = PAGE.read_text().partition(begin)
     _, mark, after = rest.partition(END)
     assert mark, f"{PAGE} has no place for the table"
-    rows = json.loads(ROWS.read_text())
-    PAGE.write_text(f"{before}{BEGIN}\n{conditions(rows)}\n\n{table(rows)}\n{END}{after}")
+    PAGE.write_text(f"{before}{begin}\n{conditions}\n\n{table}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from tests.containers.cluster import TASK, Watch
+from tests.containers.cluster import TASK, Watch, task_of
 from tests.containers.image import DEPENDENCIES, SITE, built
 from tests.containers.oci import make_cgroups, remove_cgroups
 from tests.containers.pods import MANIFESTS
@@ -231,18 +231,7 @@ class Cluster(Live):
         self.workers = workers
         state, _ = await self.state()
         if TASK not in state.tasks:
-            spec = {
-                "name": TASK,
-                "max_workers": workers,
-                "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
-                "data": "/checkpoints/stdlib",
-                "entry": "/checkpoints/hungry_gpt.py",
-                "args": ["/checkpoints/orders"],
-                "global_batch": 12,
-                "iterations": 1_000_000,
-                "checkpoint": {"interval": 0},
-            }
-            await asyncio.to_thread(lambda: self.client.submit(spec))
+            await asyncio.to_thread(lambda: self.client.submit(task_of(workers)))
         return await self.training(None, beyond=5)
 
     async def watch(self) -> Watch:

@@ -11,7 +11,7 @@ import platform
 from typing import Any
 
 from tests.containers.oci import cgroup_version
-from tests.containers.rows import END, PAGE
+from tests.containers.rows import replace_table
 from tests.integration.installation import ROOT
 
 BUILD = ROOT / "build" / "kubernetes"
@@ -40,11 +40,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 def write() -> None:
     """Put the table into its page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    assert mark, f"{PAGE} has no place for the table"
     rows = json.loads(ROWS.read_text())
-    PAGE.write_text(f"{before}{BEGIN}\n{conditions(rows)}\n\n{table(rows)}\n{END}{after}")
+    replace_table(BEGIN, conditions(rows), table(rows))
 
 
 if __name__ == "__main__":

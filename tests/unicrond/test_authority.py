@@ -107,14 +107,30 @@ def about(state: ClusterState, worker: str) -> dict[str, str]:
     return {"node": IDLE, "task": "a", "worker": worker}
 
 
+def one_task(nodes: int, *, workers: int) -> MiniCluster:
+    """Train one task of so many workers on nodes with one slot."""
+    cluster = MiniCluster(3)
+    for number in range(nodes):
+        cluster.add_host(f"n{number}")
+    cluster.submit("a", min_workers=1, max_workers=workers, iterations=1000)
+    cluster.run()
+    cluster.train("a", 3)
+    return cluster
+
+
+def committed(about: dict[str, str], generation: int, first: int, last: int) -> v.StepCommitted:
+    """Return the report of a lead."""
+    return v.StepCommitted(
+        **about, generation=generation, first=first, last=last, samples=1, samples_digest=1, loss=1.0, duration_us=1,
+        micro_batches_by_rank=(1,),
+    )  # fmt: skip
+
+
 LIES = {
     "completes": lambda state: v.TaskCompleted(
         **about(state, "a.999"), iteration=1000, loss=1.0, params_digest="a" * 64
     ),
-    "steps": lambda state: v.StepCommitted(
-        **about(state, "a.999"), generation=state.tasks["a"].generation, first=6, last=900, samples=1, samples_digest=1,
-        loss=1.0, duration_us=1, micro_batches_by_rank=(1,),
-    ),
+    "steps": lambda state: committed(about(state, "a.999"), state.tasks["a"].generation, 6, 900),
     "accuses": lambda state: v.CorruptionSuspected(
         **about(state, "a.999"), generation=state.tasks["a"].generation, iteration=6, sign="checksum",
         suspect=state.tasks["a"].membership.members[0].worker, value=1.0, usual=1.0,
@@ -232,12 +248,7 @@ def test_saves_count_as_far_as_groups_have_committed(drawn: random.Random) -> No
 
 @pytest.mark.parametrize("has_committed", [False, True])
 def test_former_member_that_saves_beyond_all_steps_lies(has_committed: bool) -> None:
-    cluster = MiniCluster(3)
-    for number in range(2):
-        cluster.add_host(f"n{number}")
-    cluster.submit("a", min_workers=1, max_workers=2, iterations=1000)
-    cluster.run()
-    cluster.train("a", 3)
+    cluster = one_task(2, workers=2)
     lead = cluster.state.tasks["a"].membership.lead
     former = cluster.state.tasks["a"].workers[lead]
     cluster.cordon(former.node, drain=True)
@@ -255,12 +266,7 @@ def test_former_member_that_saves_beyond_all_steps_lies(has_committed: bool) -> 
 
 def test_lead_that_went_on_alone_neither_ends_the_task_nor_lies() -> None:
     """It was cut off, and has done all iterations; meanwhile others have gone on without it, and committed."""
-    cluster = MiniCluster(3)
-    for number in range(2):
-        cluster.add_host(f"n{number}")
-    cluster.submit("a", min_workers=1, max_workers=1, iterations=1000)
-    cluster.run()
-    cluster.train("a", 3)
+    cluster = one_task(2, workers=1)
     (old,) = cluster.state.tasks["a"].workers.values()
     cluster.lose(cluster.hosts[old.node])
     cluster.run()
@@ -295,12 +301,7 @@ def test_thousand_invented_workers_are_ended_a_few_at_a_time() -> None:
 
 def test_late_word_of_a_forgotten_lead_is_no_lie_and_changes_nothing() -> None:
     """So many groups have followed without a commit that the state knows its lead no longer."""
-    cluster = MiniCluster(3)
-    for number in range(2):
-        cluster.add_host(f"n{number}", 1)
-    cluster.submit("a", min_workers=1, max_workers=2, iterations=1000)
-    cluster.run()
-    cluster.train("a", 3)
+    cluster = one_task(2, workers=2)
     task = cluster.state.tasks["a"]
     old = Lead(generation=task.generation, worker="a.old", node="n0")
     generations = range(task.generation + 1, task.generation + 1 + LEADS_MAX)
@@ -308,10 +309,7 @@ def test_late_word_of_a_forgotten_lead_is_no_lie_and_changes_nothing() -> None:
     membership = replace(task.membership, generation=generations[-1])
     task = replace(task, membership=membership, group=replace(task.group, leads=leads))
     state = replace(cluster.state, tasks=cluster.state.tasks | {"a": task})
-    step = v.StepCommitted(
-        node=old.node, task="a", worker=old.worker, generation=old.generation, first=4, last=5, samples=1,
-        samples_digest=1, loss=1.0, duration_us=1, micro_batches_by_rank=(1,),
-    )  # fmt: skip
+    step = committed({"node": old.node, "task": "a", "worker": old.worker}, old.generation, 4, 5)
     after = say(state, step, old.node)
     end = v.TaskCompleted(node="n0", task="a", worker=old.worker, iteration=1000, loss=1.0, params_digest="a" * 64)
     after = say(after, end, old.node)
@@ -321,20 +319,12 @@ def test_late_word_of_a_forgotten_lead_is_no_lie_and_changes_nothing() -> None:
 
 
 def test_late_report_of_a_lead_counts_once_its_worker_is_gone() -> None:
-    cluster = MiniCluster(3)
-    for number in range(3):
-        cluster.add_host(f"n{number}", 1)
-    cluster.submit("a", min_workers=1, max_workers=3, iterations=1000)
-    cluster.run()
-    cluster.train("a", 3)
+    cluster = one_task(3, workers=3)
     task = cluster.state.tasks["a"]
     lead = task.group.leads[-1]
     cluster.kill_worker(cluster.hosts[lead.node], lead.worker)
-    step = v.StepCommitted(
-        node=lead.node, task="a", worker=lead.worker, generation=task.generation, first=task.progress.iteration + 1,
-        last=task.progress.iteration + 1, samples=1, samples_digest=1, loss=1.0, duration_us=1,
-        micro_batches_by_rank=(1,),
-    )  # fmt: skip
+    following = task.progress.iteration + 1
+    step = committed({"node": lead.node, "task": "a", "worker": lead.worker}, task.generation, following, following)
     assert lead.worker not in cluster.state.tasks["a"].workers
     state = say(cluster.state, step, lead.node)
     assert state.tasks["a"].progress.iteration == task.progress.iteration + 1 and not state.refused_observations

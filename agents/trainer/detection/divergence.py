@@ -30,7 +30,7 @@ _BITS = 31
 
 
 class ReplicaDifference(NamedTuple):
-    """What replicas differ in. `sign`: of the program's divergence, None where it is not the program's. `odd`: the
+    """Say what replicas differ in. `sign`: of the program's divergence, None where it is not the program's. `odd`: the
     ranks of replicas at fault."""
 
     sign: DivergenceSign | None = None

@@ -11,8 +11,8 @@ Rules
   `--resume` takes them all the same; `--restart` and `--fork` pass over them.
 * Where the program loads a checkpoint of its own that is older than the one it would have loaded when the state was
   saved, a person has rolled it back: the program's is obeyed.
-* Who first writes a state of this run moves those of others out of the way that this run does not continue: else they
-  would be newer than its own, and its own pruned in their favour.
+* The first save of a run moves the states of other runs aside that it does not continue. They would count as newer than
+  its own, and pruning would remove its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OtherSettings(StateRefused):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What a state was made by. `run_id`: of the task's start; `settings`: see training_settings.py;
+    """Say which run has made a state. `run_id`: of the task's start; `settings`: see training_settings.py;
     `program_iteration`: of the newest checkpoint that the program itself would have loaded then, 0 for none."""
 
     run_id: str = ""

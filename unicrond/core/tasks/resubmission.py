@@ -21,7 +21,7 @@ from unicrond.events.vocabulary import TaskSpec, TaskStart
 
 
 class Resubmission(NamedTuple):
-    """What becomes of a task whose name, or whose source, has states. `problem`: why it is refused, "" where it is
+    """Say what becomes of a task whose name, or whose source, has states. `problem`: why it is refused, "" where it is
     not; `outlook`: what it begins from, "" where there is nothing to say."""
 
     problem: str = ""

@@ -33,7 +33,7 @@ from unicrond.service.trust.node_certificates import CA_DAYS
 
 
 class Phase(StrEnum):
-    """How far the replacement of the CA is; NONE: one CA signs and is trusted."""
+    """Say how far the replacement of the CA is; NONE: one CA signs and is trusted."""
 
     NONE = "none"
     TRUST = "trust"
