@@ -107,6 +107,30 @@ def test_roll_needs_ca_of_tls_init(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "run `unicrond tls-init` first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("copied", [PHASES, PHASES[1:]], ids=" ".join)
+def test_head_with_copied_files_replaces_ca_again(
+    head: Head, tmp_path: Path, capsys: pytest.CaptureFixture[str], copied: tuple[str, ...]
+) -> None:
+    """A copy deletes nothing: what an earlier roll has left in the copy's directory is in no phase of the next one."""
+    (tmp_path / "other").mkdir()
+    other = Head(tmp_path / "other")
+    for phases in (PHASES, copied):
+        for phase in PHASES:
+            assert head.roll(phase) == 0
+            if phase in phases:
+                shutil.copytree(head.tls, other.tls, dirs_exist_ok=True)
+                capsys.readouterr()
+                assert head.roll("status") == 0
+                text = capsys.readouterr().out.replace(str(head.tls), str(other.tls))
+                assert other.roll("status") == 0 and capsys.readouterr().out == text, phase
+    left = {path.read_bytes() for path in other.tls.glob("*.key")}
+    (old,) = all_certificates((other.tls / "ca.pem").read_bytes())
+    for phase in PHASES:
+        assert other.roll(phase) == 0 and other.is_sound()
+    assert old not in all_certificates((other.tls / "ca.pem").read_bytes())
+    assert not left & {path.read_bytes() for path in other.tls.glob("*.key")}
+
+
 class Crash(BaseException):
     """The process ends here."""
 

@@ -7,6 +7,8 @@ Rules
   The old CA cannot sign the new one: it may sign nothing that is a CA (certificates.py).
 * The phase is what the files say; nothing else remembers it. ca-next.key holds the new CA's key and certificate in one
   file, and takes the place of ca.key last of all in `certificate`.
+* Other heads have copies of these files, and a copy deletes nothing: ca-next.key counts only while ca.pem holds its CA
+  behind the one that signs. `trust` never takes one over from an earlier replacement, whose key may be in wrong hands.
 * Each file is replaced whole, after what it needs: a phase that was cut off is the phase before, and can be repeated;
   to repeat one that is done changes nothing.
 """
@@ -59,9 +61,11 @@ class AuthorityRoll:
 
     def phase(self) -> Phase:
         """Return the phase that the files are in. Raises BadCertificate, OSError."""
-        authorities = all_certificates(self._ca.read_bytes())
-        if self._next.exists():
-            return Phase.TRUST if first_certificate(self._next.read_bytes()) in authorities else Phase.NONE
+        pem = self._ca.read_bytes()
+        authorities, signing = all_certificates(pem), read_authority(pem, self._key.read_bytes()).certificate
+        later = authorities[authorities.index(signing) + 1 :]
+        if later and self._next.exists() and first_certificate(self._next.read_bytes()) in later:
+            return Phase.TRUST
         return Phase.CERTIFICATE if len(authorities) > 1 else Phase.NONE
 
     def trust(self, now: datetime) -> bool:
@@ -70,11 +74,10 @@ class AuthorityRoll:
         if self._is_done(Phase.TRUST, after=Phase.NONE):
             return False
         authority = read_authority(self._ca.read_bytes(), self._key.read_bytes())
-        if not self._next.exists():
-            new = make_authority(now, CA_DAYS)
-            replace(self._next, (new.key_pem + new.certificate_pem).decode())
-            self._sync()
-        replace(self._ca, (authority.certificate_pem + self._next_authority().certificate_pem).decode())
+        new = make_authority(now, CA_DAYS)
+        replace(self._next, (new.key_pem + new.certificate_pem).decode())
+        self._sync()
+        replace(self._ca, (authority.certificate_pem + new.certificate_pem).decode())
         return True
 
     def certificate(self, issue: Callable[[Authority], bytes]) -> bool:
