@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 from msgspec.structs import replace
 
+from unicrond.agents.trainer.lifecycle.candidates import Candidate, split
 from unicrond.agents.trainer.megatron.flags import newest_checkpoint
 from unicrond.agents.trainer.states import checkpoint
-from unicrond.agents.trainer.states.origins import Origin, OtherSettings, RunOrigin, origin_in, origin_of
+from unicrond.agents.trainer.states.origins import KEY, Origin, OtherSettings, RunOrigin, origin_in, origin_of
+from unicrond.agents.trainer.states.sources import Sources
 from unicrond.agents.trainer.states.state import BadState
-from unicrond.events.vocabulary import TaskSpec, TaskStart
+from unicrond.events.vocabulary import CheckpointSpec, TaskSpec, TaskStart
 from unicrond.events.vocabulary.field_types import StartMode
 from unicrond.events.vocabulary.shape import Shape
 
@@ -67,9 +71,6 @@ def test_tree_says_its_origin() -> None:
     with pytest.raises(OtherSettings, match="seed: 2 before, 1 now"):
         run_of("a").require(origin_in({"made_with": {"run_id": "b", "settings": {"seed": "2"}}}))
     assert origin_in({"made_with": "nonsense"}) is None
-    run = run_of("a")
-    run.inherit({"made_with": {"run_id": "b", "program_iteration": 20}})
-    assert run.present().program_iteration == 20
 
 
 def test_checkpoint_of_program_that_was_rolled_back_is_obeyed() -> None:
@@ -105,11 +106,37 @@ def tree(iteration: int) -> dict[str, Any]:
 
 def save(directory: Path, iteration: int, origin: RunOrigin | None, task: str = "t") -> None:
     job = checkpoint.WriteJob(directory, task, iteration, 3, 0, Shape(), f"{iteration}", 2, origin)
-    assert checkpoint.write(job, tree(iteration)) is not None
+    made = {} if origin is None else {KEY: to_builtins(origin.present())}
+    assert checkpoint.write(job, {**tree(iteration), **made}) is not None
 
 
 def iterations(directory: Path, task: str = "t") -> list[int]:
     return list(checkpoint.newest_iterations(directory, task))
+
+
+def storage_of(directory: Path, run: RunOrigin) -> Sources:
+    """Return where the one worker of a run of task t, on a node without memory, looks for states."""
+    launch = SimpleNamespace(spec=TaskSpec(name="t", checkpoint=CheckpointSpec(dir=str(directory))), shard=0)
+    replica = SimpleNamespace(shard=0, gather=lambda row: [row], all_true=bool)
+    context: Any = SimpleNamespace(launch=launch, replica=replica)
+    nobody: Any = SimpleNamespace(peers=(), passes=None)
+    return Sources(context, None, nobody, lambda trees: next(iter(trees)), run)
+
+
+def offers(storage: Sources) -> list[int]:
+    return split(tuple(storage.row(is_first=True)))["checkpoint"]
+
+
+def test_checkpoint_of_program_that_another_run_has_loaded_is_none_of_this_run(tmp_path: Path) -> None:
+    """After `--resume`, though the program's own checkpoint had been rolled back from 1000 to 500."""
+    before, run = run_of("a"), run_of("b", "resume")
+    before.note_program_state(1000)
+    save(tmp_path, 1100, before)
+    run.note_program_state(500)
+    storage = storage_of(tmp_path, run)
+    assert offers(storage) == [1100]
+    assert storage.load(Candidate(1100, "checkpoint", 0))[0]["iteration"] == 1100
+    assert run.present().program_iteration == 500, "else its states were thrown aside when it loads 500 again"
 
 
 def test_states_that_are_continued_stay_until_pruned(tmp_path: Path) -> None:

@@ -65,11 +65,6 @@ class RunOrigin:
         """Note that the program itself has loaded its checkpoint after `iteration`, 0 for none."""
         self._loaded_iteration = self._program_iteration = iteration
 
-    def inherit(self, tree: Mapping[str, Any]) -> None:
-        """Take over what a state that is continued here says of the program's checkpoints."""
-        if (origin := origin_in(tree)) is not None:
-            self._program_iteration = max(self._program_iteration, origin.program_iteration)
-
     def present(self) -> Origin:
         """Return the origin of a state that is saved now."""
         return Origin(self.start.run_id, self._settings, self._program_iteration)

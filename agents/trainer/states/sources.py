@@ -90,7 +90,6 @@ class Sources:
             raise BadState(f"it is the state after iteration {tree['iteration']}")
         if candidate.kind != "checkpoint":
             self._origin.require(origins.origin_in(tree))
-        self._origin.inherit(tree)
         return tree, size_bytes
 
     # --- looking ---------------------------------------------------------------------------------
