@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tests.seeds import at_most
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from tests.unicrond.test_escalation import said
+from tests.unicrond.test_hangs import corrupt
 from unicrond.core.fold import fold
 from unicrond.core.nodes import brakes
 from unicrond.core.state.changes import with_task
@@ -333,6 +334,39 @@ def test_step_refutes_held_suspicion() -> None:
     cluster.train("t0")
     rest(cluster)
     assert not cluster.state.holds and not cluster.state.incidents and said(cluster, v.HoldLifted)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("mode", ["observe", "heal"])
+@pytest.mark.parametrize("kind", ["hang", "corruption"])
+def test_group_that_breaks_by_held_suspicion_meets_again(kind: str, mode: v.Mode, is_first: bool) -> None:
+    """Nobody is given up for it, so that all have to go on; whichever the head hears of first."""
+    cluster = cluster_of(3, evictions_per_hour=0 if mode == "heal" else 20)
+    cluster.append(v.ModeRequested(mode=mode, task="", reason="test", requester="test"), "api", cluster.state.term)
+    names, generation = members(cluster, "t0"), cluster.state.tasks["t0"].generation
+
+    def break_group() -> None:
+        for worker in names:
+            cluster.report(worker, "connection_broken", lost=tuple(name for name in names if name != worker))
+
+    if not is_first:
+        break_group()
+    if kind == "hang":
+        hang(cluster)
+    else:
+        for reporter in (0, 1):
+            corrupt(cluster, names[2], "checksum", reporter=reporter, task="t0")
+    if is_first:
+        rest(cluster)
+        assert cluster.state.tasks["t0"].generation == generation, "nobody has left the group yet"
+        break_group()
+    rest(cluster)
+    task = cluster.state.tasks["t0"]
+    assert (task.generation, task.confirmed, members(cluster, "t0")) == (generation + 1, True, names)
+    cluster.train("t0")
+    rest(cluster)
+    cluster.assert_whole()
+    assert not cluster.state.holds and not said(cluster, v.IncidentEscalated)
 
 
 def test_limit_of_one_task_holds_no_other() -> None:

@@ -201,12 +201,18 @@ def test_death_between_suspicions_opens_only_exit_incident(cluster: MiniCluster)
 
 
 def corrupt(
-    cluster: MiniCluster, suspect: str, sign: v.CorruptionSign, *, reporter: int = 0, iteration: int = 4
+    cluster: MiniCluster,
+    suspect: str,
+    sign: v.CorruptionSign,
+    *,
+    reporter: int = 0,
+    iteration: int = 4,
+    task: str = "big",
 ) -> None:
-    worker = members(cluster)[reporter]
-    node = cluster.state.tasks["big"].workers[worker].node
+    worker = members(cluster, task)[reporter]
+    node, generation = cluster.state.tasks[task].workers[worker].node, cluster.state.tasks[task].generation
     event = v.CorruptionSuspected(
-        node=node, task="big", worker=worker, generation=cluster.state.tasks["big"].generation, iteration=iteration,
+        node=node, task=task, worker=worker, generation=generation, iteration=iteration,
         sign=sign, suspect=suspect, value=9.0, usual=1.0,
     )  # fmt: skip
     cluster.say(cluster.hosts[node], event)

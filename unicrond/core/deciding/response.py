@@ -118,8 +118,10 @@ def breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
 
 
 def is_break(incident: Incident, task: Task) -> bool:
-    """Return whether a group of the task that is at work broke in the incident, without a known cause."""
-    return incident.severity is Severity.SEV3 and incident.generations.get(task.name) in task.in_use
+    """Return whether a group of the task that is at work broke in the incident, without a known cause; or for a
+    suspicion on which nobody was given up (a brake holds that), and by which its members have left it."""
+    is_left = incident.severity is Severity.SEV3 or (incident.kind in SUSPICIONS and bool(incident.lost_peers))
+    return is_left and incident.generations.get(task.name) in task.in_use
 
 
 # --- SEV2: restart the worker ----------------------------------------------------------------------
