@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +157,35 @@ def test_newer_states_of_other_run_are_kept_out_of_the_way(tmp_path: Path) -> No
     save(tmp_path, 20, run_of("b"))
     assert iterations(tmp_path) == [20], "not pruned in favour of the others"
     assert iterations(tmp_path / "before-b") == [30, 20]
+
+
+@pytest.mark.parametrize("mode", ["restart", "fork"])
+def test_own_states_stay_where_their_origin_cannot_be_read(
+    mode: StartMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A read error is no other run's state: it is gone the next time."""
+    run = run_of("a", mode, **({"source": "big", "source_dir": str(tmp_path)} if mode == "fork" else {}))
+    for iteration in (10, 20):
+        save(tmp_path, iteration, run)
+    read_bytes = Path.read_bytes
+
+    def stale(path: Path) -> bytes:
+        if path.name == "made-with.json" and path.parent.name == "iteration-00000020":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read_bytes(path)
+
+    with monkeypatch.context() as storage:
+        storage.setattr(Path, "read_bytes", stale)
+        assert offers(storage_of(tmp_path, run)) == [10]
+        assert "skipping checkpoint" in capfd.readouterr().err
+        save(tmp_path, 15, run)
+    assert iterations(tmp_path) == [20, 15] and not list(tmp_path.glob("before-*"))
+    assert offers(storage_of(tmp_path, run)) == [20, 15]
+    with monkeypatch.context() as storage:
+        storage.setattr(Path, "read_bytes", stale)
+        job = checkpoint.WriteJob(tmp_path, "t", 16, 3, 0, Shape(), "16", 1, run)
+        checkpoint.write(job, tree(16))
+    assert iterations(tmp_path) == [20, 16], "what has just been written is not pruned in favour of it"
 
 
 @pytest.mark.parametrize("origin", [None, run_of("a")])

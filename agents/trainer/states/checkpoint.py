@@ -151,7 +151,7 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
     _sync_directory(draft)
     _publish(draft, final)
     _sync_directory(job.directory)
-    _remove_old(job.directory, job.keep)
+    _remove_old(job.directory, job.keep, final)
     return WrittenCheckpoint(final, manifest.size_bytes)
 
 
@@ -172,23 +172,25 @@ def manifest_of(path: Path) -> CheckpointManifest:
     return _manifest(path, manifest.task, int(match[1]))
 
 
-def newest_iterations(directory: Path, task: str) -> dict[int, Shape]:
+def newest_iterations(directory: Path, task: str, origin: RunOrigin | None = None) -> dict[int, Shape]:
     """Return the layout of each checkpoint that looks whole (manifest and sizes) by iteration, newest first; print the
-    others to stderr."""
+    others to stderr. `origin`: leave out what its run may not look at."""
     layouts = {}
     for iteration, path in _list_checkpoints(directory):
         try:
             manifest = _manifest(path, task, iteration)
+            if origin is None or origin.is_wanted(origins.origin_of(path)):
+                layouts[iteration] = manifest.layout
         except (OSError, BadState) as error:
             print(f"skipping checkpoint {path}: {error}", file=sys.stderr, flush=True)
-        else:
-            layouts[iteration] = manifest.layout
     return layouts
 
 
 def fork(source: Path, source_task: str, directory: Path, task: str, origin: RunOrigin) -> None:
     """Give `task` a copy of the newest whole checkpoint of another task, as one of its own run, unless it has any.
     Raises OSError, OtherSettings where there is none."""
+    if newest_iterations(directory, task, origin):
+        return
     if any(origin.is_wanted(origins.origin_of(path)) for _, path in _list_checkpoints(directory)):
         return
     iteration = max(newest_iterations(source, source_task), default=0)
@@ -348,11 +350,13 @@ def _publish(draft: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove_old(directory: Path, keep: int) -> None:
-    """Keep the newest checkpoints; drafts of lower iterations were left by writers that died."""
+def _remove_old(directory: Path, keep: int, final: Path) -> None:
+    """Keep the newest checkpoints, and `final`, which is the last word even where newer ones could not be put aside;
+    drafts of lower iterations were left by writers that died."""
     checkpoints = _list_checkpoints(directory)
     for _, path in checkpoints[keep:]:
-        shutil.rmtree(path, ignore_errors=True)
+        if path != final:
+            shutil.rmtree(path, ignore_errors=True)
     for path in directory.iterdir():
         match = _DRAFT.match(path.name)
         if match and int(match[1]) < checkpoints[0][0]:

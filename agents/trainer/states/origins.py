@@ -117,21 +117,29 @@ def origin_in(tree: Mapping[str, Any]) -> Origin | None:
 
 
 def origin_of(checkpoint: Path) -> Origin | None:
-    """Return the origin of the checkpoint in this directory; None where nothing readable says it."""
+    """Return the origin of the checkpoint in this directory; None where nothing there says it. Raises OSError where the
+    file cannot be read: whose the state is, nobody knows then."""
     try:
         return msgspec.json.decode((checkpoint / FILE).read_bytes(), type=Origin)
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
+    except (FileNotFoundError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
 
 def put_aside(directory: Path, checkpoints: Iterable[tuple[int, Path]], start: TaskStart, iteration: int) -> None:
     """Move the checkpoints of other runs out of the way of a run that is about to save the state after `iteration`, as
-    far as it does not continue them. Raises OSError."""
+    far as it does not continue them. What does not say whose it is stays. Raises OSError."""
     if not start.run_id:
         return
     begins_anew = start.mode in ("restart", "fork")
     for number, path in checkpoints:
-        if (begins_anew or number >= iteration) and _run_id_of(origin_of(path)) != start.run_id:
+        if not begins_anew and number < iteration:
+            continue
+        try:
+            is_own = _run_id_of(origin_of(path)) == start.run_id
+        except OSError as error:
+            print(f"left {path} where it is: {error}", file=sys.stderr, flush=True)
+            continue
+        if not is_own:
             archive = directory / f"before-{start.run_id}"
             archive.mkdir(exist_ok=True)
             path.rename(archive / path.name)

@@ -29,7 +29,7 @@ from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.states import checkpoint, origins
-from unicrond.agents.trainer.states.origins import Origin, RunOrigin
+from unicrond.agents.trainer.states.origins import RunOrigin
 from unicrond.agents.trainer.states.resharding import WHOLE, NoLayout
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.agents.trainer.states.state_bytes import read
@@ -131,15 +131,8 @@ class Sources:
                 if self._context.replica.shard == 0:
                     checkpoint.fork(Path(start.source_dir), start.source, directory, spec.name, self._origin)
                 self._context.replica.all_true(True)
-            self._stored = {
-                iteration: layout
-                for iteration, layout in checkpoint.newest_iterations(directory, spec.name).items()
-                if self._origin.is_wanted(self._origin_of(iteration))
-            }
+            self._stored = checkpoint.newest_iterations(directory, spec.name, self._origin)
         return list(self._stored)
-
-    def _origin_of(self, iteration: int) -> Origin | None:
-        return origins.origin_of(checkpoint.path_of(Path(self._context.launch.spec.checkpoint.dir), iteration))
 
     # --- taking ----------------------------------------------------------------------------------
 
@@ -167,9 +160,10 @@ class Sources:
     def _from_storage(self, iteration: int) -> tuple[Tree, int]:
         if iteration not in self._stored:
             raise BadState("it is not on storage")
-        self._origin.require(self._origin_of(iteration))
         spec = self._context.launch.spec
-        load = partial(checkpoint.load, Path(spec.checkpoint.dir), spec.name, iteration)
+        directory = Path(spec.checkpoint.dir)
+        self._origin.require(origins.origin_of(checkpoint.path_of(directory, iteration)))
+        load = partial(checkpoint.load, directory, spec.name, iteration)
         return self._put_together(self._stored[iteration], load)
 
     def _put_together(self, layout: Shape, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
