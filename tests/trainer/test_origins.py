@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from unicrond.agents.trainer.lifecycle.candidates import Candidate, split
 from unicrond.agents.trainer.megatron.flags import newest_checkpoint
 from unicrond.agents.trainer.states import checkpoint
-from unicrond.agents.trainer.states.origins import KEY, Origin, OtherSettings, RunOrigin, origin_in, origin_of
+from unicrond.agents.trainer.states.origins import (
+    KEY,
+    Origin,
+    OtherSettings,
+    RunOrigin,
+    origin_in,
+    origin_of,
+    put_aside,
+)
 from unicrond.agents.trainer.states.sources import Sources
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.events.vocabulary import CheckpointSpec, TaskSpec, TaskStart
@@ -196,6 +204,21 @@ def test_restart_keeps_all_earlier_states(tmp_path: Path, origin: RunOrigin | No
         save(tmp_path, iteration, run_of("b", "restart"))
     assert iterations(tmp_path) == [35, 25]
     assert iterations(tmp_path / "before-b") == [20, 10]
+
+
+def test_states_that_another_worker_has_moved_fail_no_save(tmp_path: Path) -> None:
+    save(tmp_path, 10, run_of("a"))
+    gone = [(20, checkpoint.path_of(tmp_path, 20)), (10, checkpoint.path_of(tmp_path, 10))]
+    put_aside(tmp_path, gone, run_of("b", "restart").start, 5)
+    assert iterations(tmp_path) == [] and iterations(tmp_path / "before-b") == [10]
+
+
+def test_state_is_kept_beside_another_of_its_iteration(tmp_path: Path) -> None:
+    for _ in range(3):
+        save(tmp_path, 10, run_of("a"))
+        save(tmp_path, 5, run_of("b", "restart"))
+    archives = [f"before-b{number}" for number in ("", "-2", "-3")]
+    assert [iterations(tmp_path / name) for name in archives] == [[10]] * 3
 
 
 def test_fork_copies_newest_state_once(tmp_path: Path) -> None:

@@ -140,10 +140,21 @@ def put_aside(directory: Path, checkpoints: Iterable[tuple[int, Path]], start: T
             print(f"left {path} where it is: {error}", file=sys.stderr, flush=True)
             continue
         if not is_own:
-            archive = directory / f"before-{start.run_id}"
-            archive.mkdir(exist_ok=True)
-            path.rename(archive / path.name)
-            print(f"kept {path} of an earlier run as {archive / path.name}", file=sys.stderr, flush=True)
+            _keep(path, directory / f"before-{start.run_id}")
+
+
+def _keep(path: Path, archive: Path) -> None:
+    """Move a checkpoint into the archive, or into one beside it where the archive has another of that name."""
+    directory, number = archive, 1
+    while (archive / path.name).exists():
+        number += 1
+        archive = directory.with_name(f"{directory.name}-{number}")
+    archive.mkdir(exist_ok=True)
+    try:
+        path.rename(archive / path.name)
+    except FileNotFoundError:  # another worker has been quicker
+        return
+    print(f"kept {path} of an earlier run as {archive / path.name}", file=sys.stderr, flush=True)
 
 
 def copy_checkpoint(source: Path, target: Path, texts: Mapping[str, bytes]) -> None:
