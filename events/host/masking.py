@@ -25,6 +25,10 @@ LINE_LEAST = 8
 REACH_BYTES = 8192
 #: Names of environment variables that hold secrets: HF_TOKEN, WANDB_API_KEY, DB_PASSWORD. Not TOKENIZERS_PARALLELISM.
 _SECRET_NAME = re.compile(r"token(?!iz)|secret|passw|credential|apikey|(^|_)key(_|$)|(^|_)pass(_|$)", re.IGNORECASE)
+#: An argument of a program after which a secret comes.
+_SECRET_FLAG = re.compile(
+    r"--?(?:[\w-]*[-_])?(?:token|secret|password|passwd|api[-_]?key|access[-_]?key)", re.IGNORECASE
+)
 _NUMBER = re.compile(r"[0-9.,:+-]*(?:e[0-9+-]+)?")
 #: An address with a password in it.
 _SECRET_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s@]+@")
@@ -89,6 +93,11 @@ def needles(values: Iterable[str]) -> set[str]:
 def values_in(env: Mapping[str, Any]) -> list[str]:
     """Return the values of the variables that look like secrets; words and numbers that any log holds are left out."""
     return [value for name in secrets_in(env) if len(value := env[name]) >= LINE_LEAST and not _NUMBER.fullmatch(value)]
+
+
+def is_secret_flag(word: str) -> bool:
+    """Return whether this argument of a program is a flag whose value is a secret: --hf-token, --api_key."""
+    return _SECRET_FLAG.fullmatch(word) is not None
 
 
 def secrets_in(env: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ Rules
 * What may differ without another training is left out: iterations, layout, size, worth, places, the environment.
 * Of a script's own arguments nobody knows the meaning: all count. Of Megatron-LM's flags all count but those that only
   log, save, evaluate, place or speed up (`_NEUTRAL`).
+* Secrets are left out, and hidden where they stand in a value: settings are written beside each state, and shown.
 * A schedule that ends with the training, because the file gives no end of its own, counts with it.
 
 The head asks of two descriptions in the log; a worker asks of its own and of the one that stands beside a saved state.
@@ -15,10 +16,12 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import PurePath
 
 import msgspec
 
+from unicrond.events.host.masking import PATTERN_MASK, is_secret_flag
 from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine
 from unicrond.events.vocabulary.tasks import TaskSpec
 
@@ -42,8 +45,11 @@ _CONSTANT = "constant"
 
 def settings_of(spec: TaskSpec) -> dict[str, str]:
     """Return the settings of a task that decide what is trained, by name, as text."""
-    if spec.entry == ENTRY:
-        return _of_megatron(spec)
+    settings = _of_megatron(spec) if spec.entry == ENTRY else _of_task(spec)
+    return {name: PATTERN_MASK.text(value) for name, value in settings.items()}
+
+
+def _of_task(spec: TaskSpec) -> dict[str, str]:
     settings = {
         "seed": str(spec.seed),
         "data": spec.data,
@@ -51,7 +57,7 @@ def settings_of(spec: TaskSpec) -> dict[str, str]:
         "entry": PurePath(spec.entry).name,
     }
     if spec.entry != _BUILT_IN:
-        return {**settings, **_of_words(spec.args)}
+        return {**settings, **_of_words(_without_secrets(spec.args))}
     parts = {"optimizer": spec.optimizer, "model": spec.model}
     for part, values in parts.items():
         settings |= {f"{part}.{name}": str(value) for name, value in msgspec.structs.asdict(values).items()}
@@ -61,10 +67,11 @@ def settings_of(spec: TaskSpec) -> dict[str, str]:
 
 
 def _of_megatron(spec: TaskSpec) -> dict[str, str]:
+    args = _without_secrets(spec.args)
     try:
-        line = CommandLine.parse(spec.args)
+        line = CommandLine.parse(args)
     except BadFlags:  # other code says so
-        return {"args": " ".join(spec.args)}
+        return {"args": " ".join(args)}
     settings = {flag: str(getattr(spec, name)) for flag, name in _FROM_TASK.items()}
     settings["script"] = PurePath(line.script).name
     for flag, words in line.flags.items():
@@ -87,6 +94,16 @@ def _of_words(args: Iterable[str]) -> dict[str, str]:
         else:
             words.setdefault(name, []).append(word)
     return {name: " ".join(values) for name, values in words.items()}
+
+
+def _without_secrets(args: Iterable[str]) -> list[str]:
+    """Return the words without flags whose value is a secret, and that. One that was changed trains nothing else."""
+    return [
+        word
+        for previous, word in pairwise(("", *args))
+        if not is_secret_flag(word.partition("=")[0])
+        if not is_secret_flag(previous) or word.startswith("--")
+    ]
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.events.host.masking import PATTERN_MASK, PLACEHOLDER, Mask, needles, secrets_in, values_in
+from unicrond.events.host.masking import PATTERN_MASK, PLACEHOLDER, Mask, is_secret_flag, needles, secrets_in, values_in
 
 SECRETS = {
     "HF_TOKEN=hf_abcdefghijklmnopqrstu1": "HF_TOKEN=(hidden)",
@@ -76,3 +76,8 @@ def test_mask_finds_secret_variables() -> None:
 def test_hostile_log_costs_mask_little(piece: str) -> None:
     data = (piece * (80_000 // len(piece))).encode()
     assert len(PATTERN_MASK.overwrite(data)) == len(data)  # the suite's time limit would tell
+
+
+def test_flag_of_secret_is_known_by_its_name() -> None:
+    assert all(map(is_secret_flag, ("--hf-token", "-token", "--API_KEY", "--db-password", "--s3_access-key")))
+    assert not any(map(is_secret_flag, ("token", "--tokenizer", "--hf-token=x", "--tokens", "--key", "--hf-token ")))

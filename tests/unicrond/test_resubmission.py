@@ -116,6 +116,24 @@ def test_settings_that_decide_what_is_trained_differ_by_name(before: TaskSpec, n
     assert sorted(changes(before, now)) == sorted(names)
 
 
+@pytest.mark.parametrize(
+    "secret",
+    [
+        ("--hf-token", "S3cret"), ("--hf-token=S3cret",), ("-token", "S3cret"), ("--api_key", "-S3cret"),
+        ("--store", "https://u:S3cret@host/x"), ("--extra=password:S3cret",),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("task", [SCRIPT, MEGATRON, replace(MEGATRON, args=())], ids=["script", "megatron", "bad"])
+def test_settings_hold_no_secrets(task: TaskSpec, secret: tuple[str, ...]) -> None:
+    """They are written beside each state, and a secret that was changed trains nothing else."""
+    before = replace(task, args=(*task.args, *secret, "--shuffle-more", "1"))
+    assert "S3cret" not in str(settings_of(before))
+    after = replace(before, args=tuple(word.replace("S3cret", "Another") for word in before.args))
+    assert changes(before, after) == []
+    other = replace(before, args=(*before.args[:-1], "2"))
+    assert len(changes(before, other)) == 1, "what stands behind it counts"
+
+
 def test_long_values_are_cut() -> None:
     (text,) = differences({"--data-path": "x" * 500}, {})
     assert text == f"--data-path: {'x' * 60}... before, not given now"

@@ -6,7 +6,6 @@ Both may stand in the log, which agents need whole; a task that names where its 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -15,14 +14,17 @@ from typing import Any
 import msgspec
 
 from unicrond.core.state.state import ClusterState
-from unicrond.events.host.masking import LINE_LEAST, PATTERN_MASK, PLACEHOLDER, Mask, secrets_in, values_in
+from unicrond.events.host.masking import (
+    LINE_LEAST,
+    PATTERN_MASK,
+    PLACEHOLDER,
+    Mask,
+    is_secret_flag,
+    secrets_in,
+    values_in,
+)
 from unicrond.events.vocabulary import StartWorker, StartWorkers, TaskSpec, TaskSubmitted
 from unicrond.events.wire.envelope import Entry, RecordedEvent
-
-#: An argument of a program after which a secret comes.
-_SECRET_FLAG = re.compile(
-    r"--?(?:[\w-]*[-_])?(?:token|secret|password|passwd|api[-_]?key|access[-_]?key)", re.IGNORECASE
-)
 
 
 def redact_state(state: dict[str, Any], mask: Mask = PATTERN_MASK) -> dict[str, Any]:
@@ -143,5 +145,5 @@ def _secret_places(arguments: Iterable[Any]) -> set[int]:
     return {
         place + 1
         for place, (flag, value) in enumerate(pairwise(texts))
-        if _SECRET_FLAG.fullmatch(flag) and len(value) >= LINE_LEAST
+        if is_secret_flag(flag) and len(value) >= LINE_LEAST
     }
