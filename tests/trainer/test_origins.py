@@ -237,6 +237,75 @@ def test_fork_copies_newest_state_once(tmp_path: Path) -> None:
     assert fork.is_wanted(origin_of(checkpoint.path_of(directory, 20)))
 
 
+def test_fork_has_its_state_when_its_source_has_pruned_it(tmp_path: Path) -> None:
+    """The files are linked."""
+    source, directory, fork = tmp_path / "big", tmp_path / "fork", run_of("f", "fork", source="big")
+    save(source, 20, run_of("a"), "big")
+    checkpoint.fork(source, "big", directory, "t", fork)
+    for iteration in (30, 40):
+        save(source, iteration, run_of("a"), "big")
+    assert iterations(source, "big") == [40, 30]
+    assert checkpoint.load(directory, "t", 20, 0)[0]["iteration"] == 20
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_fork_is_synced_before_it_has_its_name(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "big", 20, run_of("a"), "big")
+    steps: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(handle: int) -> None:
+        steps.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        fsync(handle)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        steps.append(f"{target.name} appears")
+        return rename(path, target)
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    checkpoint.fork(tmp_path / "big", "big", tmp_path / "fork", "t", run_of("f", "fork", source="big"))
+    before = steps[: steps.index("iteration-00000020 appears")]
+    files = {file.name for file in (tmp_path / "big/iteration-00000020/shard-0").iterdir()}
+    assert {"manifest.json.new", "made-with.json.new", "shard-0"} <= set(before) and before[-1].startswith(".draft-")
+    assert files.isdisjoint(before) if links else files <= set(before), "what is linked was synced when it was written"
+    assert steps[-1] == "fork"
+
+
+def test_draft_of_fork_that_died_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, directory, fork = tmp_path / "big", tmp_path / "fork", run_of("f", "fork", source="big")
+    save(source, 20, run_of("a"), "big")
+    with monkeypatch.context() as storage:
+        storage.setattr(os, "getpid", lambda: 1)  # another host may have the same
+        storage.setattr(Path, "rename", lambda path, target: (_ for _ in ()).throw(OSError(errno.EIO, "")))
+        for _ in range(2):
+            with pytest.raises(OSError):
+                checkpoint.fork(source, "big", directory, "t", fork)
+    assert len(list(directory.iterdir())) == 2, "no host removes another's draft"
+    checkpoint.fork(source, "big", directory, "t", fork)
+    save(directory, 30, fork)
+    assert sorted(path.name for path in directory.iterdir()) == ["iteration-00000020", "iteration-00000030"]
+
+
+def test_fork_with_damaged_state_does_not_begin_anew(tmp_path: Path) -> None:
+    """A damaged copy, the only state: neither from the seed nor, silently, from its source once more."""
+    source, directory, fork = tmp_path / "big", tmp_path / "fork", run_of("f", "fork", source="big")
+    save(source, 20, run_of("a"), "big")
+    checkpoint.fork(source, "big", directory, "t", fork)
+    (file,) = (directory / "iteration-00000020/shard-0").glob("*.distcp")
+    file.unlink()
+    with pytest.raises(OtherSettings, match="cannot be read, and the task has no whole checkpoint"):
+        checkpoint.fork(source, "big", directory, "t", fork)
+    assert (directory / "iteration-00000020").is_dir()
+    checkpoint.fork(source, "big", directory, "t", run_of("g", "fork", source="big"))
+    assert iterations(directory) == [20] and (directory / "before-g").is_dir()
+
+
 def test_fork_into_directory_with_states_keeps_them(tmp_path: Path) -> None:
     save(tmp_path / "big", 20, run_of("a"), "big")
     save(tmp_path / "fork", 20, run_of("x"))

@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -148,9 +149,9 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
     if job.origin is not None:
         _write_synced(draft / origins.FILE, msgspec.json.encode(job.origin.stored()))
         origins.put_aside(job.directory, _list_checkpoints(job.directory), job.origin.start, job.iteration)
-    _sync_directory(draft)
+    _sync(draft)
     _publish(draft, final)
-    _sync_directory(job.directory)
+    _sync(job.directory)
     _remove_old(job.directory, job.keep, final)
     return WrittenCheckpoint(final, manifest.size_bytes)
 
@@ -188,11 +189,15 @@ def newest_iterations(directory: Path, task: str, origin: RunOrigin | None = Non
 
 def fork(source: Path, source_task: str, directory: Path, task: str, origin: RunOrigin) -> None:
     """Give `task` a copy of the newest whole checkpoint of another task, as one of its own run, unless it has any.
-    Raises OSError, OtherSettings where there is none."""
+    Raises OSError, OtherSettings where there is none, or where those that it has are all damaged."""
     if newest_iterations(directory, task, origin):
         return
-    if any(origin.is_wanted(origins.origin_of(path)) for _, path in _list_checkpoints(directory)):
-        return
+    for _, path in _list_checkpoints(directory):
+        if origin.is_wanted(origins.origin_of(path)):
+            raise origins.OtherSettings(
+                f"{path} of task {task} is damaged or cannot be read, and the task has no whole checkpoint; submit it "
+                f"with --fork again to begin from task {source_task} once more"
+            )
     iteration = max(newest_iterations(source, source_task), default=0)
     if not iteration:
         raise origins.OtherSettings(
@@ -204,7 +209,7 @@ def fork(source: Path, source_task: str, directory: Path, task: str, origin: Run
     directory.mkdir(parents=True, exist_ok=True)
     origins.put_aside(directory, _list_checkpoints(directory), origin.start, iteration)
     texts = {_MANIFEST: msgspec.json.encode(manifest), origins.FILE: msgspec.json.encode(origin.present())}
-    origins.copy_checkpoint(newest, path_of(directory, iteration), texts)
+    _copy(newest, path_of(directory, iteration), texts)
 
 
 def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
@@ -294,7 +299,7 @@ def _write_shard(draft: Path, shard: int, tree: object) -> ShardRecord:
     directory = draft / f"shard-{shard}"
     shutil.rmtree(directory, ignore_errors=True)
     places = _write_distributed_format(directory, entries)
-    _sync_directory(directory)
+    _sync(directory)
     files = tuple(
         File(f"{directory.name}/{path.name}", path.stat().st_size, _digest(path))
         for path in sorted(directory.iterdir())
@@ -350,6 +355,34 @@ def _publish(draft: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _copy(source: Path, final: Path, texts: Mapping[str, bytes]) -> None:
+    """Publish a copy of the checkpoint `source`, with other contents for the files in `texts`."""
+    prefix = f".draft-{final.name.removeprefix('iteration-')}-fork-"
+    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+    shutil.copytree(source, draft, copy_function=_link, ignore=shutil.ignore_patterns(*texts), dirs_exist_ok=True)
+    for name, content in texts.items():
+        _write_synced(draft / name, content)
+    for path in (*draft.iterdir(), draft):
+        if path.is_dir():
+            _sync(path)
+    try:
+        draft.rename(final)
+    except OSError:  # another attempt has been quicker
+        if not final.is_dir():
+            raise
+        shutil.rmtree(draft, ignore_errors=True)
+    _sync(final.parent)
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file of a checkpoint, which is never written again, a second name; copy it where that cannot be."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+        _sync(Path(target))
+
+
 def _remove_old(directory: Path, keep: int, final: Path) -> None:
     """Keep the newest checkpoints, and `final`, which is the last word even where newer ones could not be put aside;
     drafts of lower iterations were left by writers that died."""
@@ -373,8 +406,8 @@ def _write_synced(path: Path, data: bytes) -> None:
     new.replace(path)
 
 
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

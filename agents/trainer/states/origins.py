@@ -17,8 +17,6 @@ Rules
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -155,26 +153,3 @@ def _keep(path: Path, archive: Path) -> None:
     except FileNotFoundError:  # another worker has been quicker
         return
     print(f"kept {path} of an earlier run as {archive / path.name}", file=sys.stderr, flush=True)
-
-
-def copy_checkpoint(source: Path, target: Path, texts: Mapping[str, bytes]) -> None:
-    """Make `target` of the checkpoint `source`, with other contents for the files in `texts`. Files are linked, where
-    the file system can, and nothing of `target` is there before all is. Raises OSError."""
-    draft = target.with_name(f".copy-{target.name}-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(source, draft, copy_function=_linked, ignore=shutil.ignore_patterns(*texts))
-    for name, content in texts.items():
-        (draft / name).write_bytes(content)
-    try:
-        draft.rename(target)
-    except OSError:  # another attempt has been quicker
-        if not target.is_dir():
-            raise
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
