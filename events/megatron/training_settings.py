@@ -15,7 +15,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -41,6 +41,8 @@ _NEUTRAL = (
     "--data-cache-path", "--manual-gc", "--no-one-logger", "--enable-one-logger", "--one-logger-",
 )  # fmt: skip
 _CONSTANT = "constant"
+#: What `unicronctl set` changes of a running task.
+CHANGEABLE = ("optimizer.lr", "optimizer.decay_iterations", "--lr", "--lr-decay-iters")
 
 
 def settings_of(spec: TaskSpec) -> dict[str, str]:
@@ -106,12 +108,13 @@ def _without_secrets(args: Iterable[str]) -> list[str]:
     ]
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what differs, a text for each: "seed: 1234 before, 7 now"; the most telling names first."""
+def differences(before: Mapping[str, str], now: Mapping[str, str], leave_out: Collection[str] = ()) -> list[str]:
+    """Return what differs, a text for each: "seed: 1234 before, 7 now"; the most telling names first. `leave_out`:
+    names that do not count."""
     return [
         f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
         for name in dict.fromkeys((*before, *now))
-        if before.get(name) != now.get(name)
+        if before.get(name) != now.get(name) and name not in leave_out
     ]
 
 

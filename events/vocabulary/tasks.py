@@ -116,13 +116,17 @@ class TaskStart(Value, frozen=True, kw_only=True):
     `mode` "": it goes on from them where they were made with its settings, and is refused otherwise. "resume": it goes
     on from them in any case. "restart": it begins from the seed, or from what its program loads; they are kept under
     another name. "fork": it begins from the newest state of task `source`, in `source_dir` on storage. `run_id`:
-    names this run; the states that it saves say so.
+    names this run; the states that it saves say so. `continues`: the earlier runs whose states it takes whatever they
+    were made with, newest first: the head has compared. `is_changed`: a person has given the running task other
+    iterations or another learning rate, which says nothing about states of earlier runs.
     """
 
     mode: StartMode = ""
     run_id: Text = ""
     source: NameOrNone = ""
     source_dir: Text = ""
+    continues: tuple[Text, ...] = ()
+    is_changed: bool = False
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):

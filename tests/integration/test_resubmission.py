@@ -62,6 +62,15 @@ def test_same_settings_go_on(rig: Start, spec: TaskSpec) -> None:
         assert (loaded.source, loaded.iteration) == ("checkpoint", FIRST)
 
 
+def test_states_that_the_head_has_compared_go_on_with_other_settings(rig: Start, spec: TaskSpec) -> None:
+    """The last run was given another learning rate when its state had been stored, and was submitted again so."""
+    with rig(spec) as run:
+        train(run, 1, spec)
+        changed = replace(spec, iterations=ALL, optimizer=replace(spec.optimizer, lr=0.01))
+        loaded = train(run, 2, replace(changed, start=TaskStart(run_id="second", continues=("first",))))
+        assert (loaded.source, loaded.iteration) == ("checkpoint", FIRST)
+
+
 def test_other_seed_is_refused_and_resumed_on_order(rig: Start, spec: TaskSpec) -> None:
     with rig(spec) as run:
         train(run, 1, spec)

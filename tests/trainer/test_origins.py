@@ -29,12 +29,13 @@ from unicrond.agents.trainer.states.origins import (
 )
 from unicrond.agents.trainer.states.sources import Sources
 from unicrond.agents.trainer.states.state import BadState
-from unicrond.events.vocabulary import CheckpointSpec, TaskSpec, TaskStart
+from unicrond.core.tasks.reshaping import reshaped
+from unicrond.events.vocabulary import CheckpointSpec, ReshapeRequested, TaskSpec, TaskStart
 from unicrond.events.vocabulary.field_types import StartMode
 from unicrond.events.vocabulary.shape import Shape
 
 
-def run_of(name: str, mode: StartMode = "", *, seed: int = 1, **start: str) -> RunOrigin:
+def run_of(name: str, mode: StartMode = "", *, seed: int = 1, **start: Any) -> RunOrigin:
     return RunOrigin(TaskSpec(name="t", seed=seed, start=TaskStart(run_id=name, mode=mode, **start)))
 
 
@@ -75,6 +76,36 @@ def test_settings_of_other_run_decide() -> None:
     for mode in ("restart", "fork"):
         assert [verdict(run_of("a", mode), made) for made in (same, other, None)] == ["passed over"] * 3
         assert not run_of("a", mode).is_wanted(same)
+
+
+def test_settings_that_the_head_has_compared_are_not_compared_again() -> None:
+    """The states of the last run may be of before a change of its settings; so may be those that it took itself."""
+    run = run_of("c", continues=("b", "a"))
+    states = [made_by(run_of(name, seed=2), program_iteration=10) for name in ("a", "b", "x")]
+    assert [verdict(run, made, loaded_iteration=10) for made in states] == ["taken", "taken", "refused"]
+    assert verdict(run, states[0]) == "refused", "the checkpoint of its program is gone all the same"
+    assert verdict(run, states[0], loaded_iteration=5) == "passed over", "or was rolled back"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TaskSpec(name="t", iterations=30),
+        TaskSpec(name="t", iterations=30, entry="megatron-lm", args=("x.py", "--train-iters", "30", "--lr", "0.5")),
+    ],
+    ids=["gpt", "megatron"],
+)
+@pytest.mark.parametrize("change", [{"iterations": 60}, {"lr": 0.25}, {"iterations": 60, "lr": 0.25}])
+def test_change_of_running_task_refuses_no_state_of_earlier_run(spec: TaskSpec, change: dict[str, Any]) -> None:
+    """Its states in memory were lost before one was stored, and the head knows nothing of the earlier run."""
+    made = RunOrigin(replace(spec, start=TaskStart(run_id="b"))).present()
+    spec = replace(spec, start=TaskStart(run_id="a"))
+    order: dict[str, Any] = {"task": "t", "tp": 1, "pp": 1, "min_workers": 1, "max_workers": 1, "reason": ""}
+    changed = reshaped(spec, ReshapeRequested(**order, **change))
+    assert verdict(RunOrigin(changed), made) == "taken"
+    assert verdict(RunOrigin(replace(changed, start=TaskStart(run_id="a"))), made) == "refused", "so it was submitted"
+    assert verdict(RunOrigin(replace(changed, seed=2, global_batch=16)), made) == "refused"
+    assert reshaped(spec, ReshapeRequested(**order, iterations=30, lr=spec.optimizer.lr)).start == spec.start
 
 
 def test_tree_says_its_origin() -> None:

@@ -13,7 +13,9 @@ from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import serving
-from unicrond.core.tasks.resubmission import resubmission
+from unicrond.core.state.changes import with_task
+from unicrond.core.state.task_parts import Copies
+from unicrond.core.tasks.resubmission import Resubmission, resubmission
 from unicrond.ctl.main import main
 from unicrond.events import vocabulary as v
 from unicrond.events.megatron.training_settings import differences, refusal, settings_of
@@ -176,12 +178,32 @@ def test_outlook_says_where_task_goes_on() -> None:
     assert "with other settings" in done.outlook and "nothing is left to train" in done.outlook
     restart = resubmission(state, replace(spec, seed=9), replace(start, mode="restart"))
     assert restart.problem == "" and restart.outlook.endswith("/before-r")
-    assert resubmission(state, replace(spec, name="new"), start) == ("", "")
+    assert resubmission(state, replace(spec, name="new"), start) == Resubmission()
+
+
+def test_run_takes_states_of_runs_that_the_head_has_compared() -> None:
+    cluster = ended()
+    task = cluster.state.tasks["big"]
+    spec = replace(task.spec, start=TaskStart(run_id="b", continues=("a",)))
+    state = with_task(cluster.state, replace(task, spec=spec))
+    other = replace(spec, seed=9)
+    assert resubmission(state, spec, TaskStart(run_id="c")).continues == ("b", "a")
+    assert resubmission(state, other, TaskStart(run_id="c", mode="resume")).continues == ("b", "a")
+    for mode, now in (("restart", spec), ("fork", replace(spec, name="fork"))):
+        start = TaskStart(run_id="c", mode=mode, source="big" if mode == "fork" else "")
+        assert resubmission(state, now, start).continues == ()
+    unsaved = replace(task, spec=spec, progress=replace(task.progress, checkpoint_iteration=0), copies=Copies())
+    state = with_task(state, unsaved)
+    assert resubmission(state, spec, TaskStart(run_id="c")).continues == ("b", "a")
+    assert resubmission(state, other, TaskStart(run_id="c")).continues == (), "not the settings of the last run"
+    long = replace(spec, start=TaskStart(run_id="b", continues=tuple(map(str, range(20)))))
+    state = with_task(state, replace(unsaved, spec=long))
+    assert len(resubmission(state, long, TaskStart(run_id="c")).continues) == 16
 
 
 def test_task_without_states_may_be_anything() -> None:
     state = ended(saved=0).state
-    assert resubmission(state, replace(state.tasks["big"].spec, seed=9), TaskStart(run_id="r")) == ("", "")
+    assert resubmission(state, replace(state.tasks["big"].spec, seed=9), TaskStart(run_id="r")) == Resubmission()
 
 
 def test_fork_needs_a_state() -> None:
@@ -209,7 +231,7 @@ async def test_api_refuses_other_settings_until_told(tmp_path: Path) -> None:
     async with serving(tmp_path, cluster.log) as served, aiohttp.ClientSession(served.url) as http:
         refusal = await answer(http, 409, **file)
         assert "seed: 1234 before, 7 now" in refusal and "--fork NAME" in refusal
-        fork = {"mode": "fork", "source": "big"}
+        fork = {"mode": "fork", "source": "big", "continues": ["forged"], "is_changed": True}
         assert "start.source" in await answer(http, 400, **file, start={"mode": "fork"})
         assert "start.source" in await answer(http, 400, **file, start=fork)
         outlook = await answer(http, 201, **{**file, "name": "other"}, start=fork)
@@ -219,6 +241,7 @@ async def test_api_refuses_other_settings_until_told(tmp_path: Path) -> None:
         tasks = served.coordinator.state.tasks
         start = tasks["other"].spec.start
         assert start is not None and (start.source, Path(start.source_dir).name) == ("big", "big")
+        assert (start.continues, start.is_changed) == ((), False), "only the head says so"
         again = tasks["big"].spec.start
         assert again is not None and again.mode == "resume" and again.run_id not in ("", start.run_id)
 

@@ -7,8 +7,10 @@ Rules
 -----
 * The head compares what its log holds (core/tasks/resubmission.py). This is the second door: states on storage may come
   from another log, and only a worker knows which checkpoint its program has loaded.
-* States of this run are taken as they are. Those of another: of other settings the task is refused, by OtherSettings;
-  `--resume` takes them all the same; `--restart` and `--fork` pass over them.
+* States of this run are taken as they are. So are the settings of those runs that the head has compared (`continues`),
+  and what `unicronctl set` has changed since: a running task does not end by its own settings. States of any other run
+  with other settings: the task is refused, by OtherSettings; `--resume` takes them; `--restart` and `--fork` pass over
+  them.
 * Where the program loads a checkpoint of its own that is older than the one it would have loaded when the state was
   saved, a person has rolled it back: the program's is obeyed.
 * The first save of a run moves the states of other runs aside that it does not continue. They would count as newer than
@@ -25,7 +27,7 @@ from typing import Any
 import msgspec
 
 from unicrond.agents.trainer.states.state import BadState, StateRefused
-from unicrond.events.megatron.training_settings import differences, refusal, settings_of
+from unicrond.events.megatron.training_settings import CHANGEABLE, differences, refusal, settings_of
 from unicrond.events.vocabulary import TaskSpec, TaskStart
 
 FILE = "made-with.json"
@@ -89,8 +91,12 @@ class RunOrigin:
             raise BadState(f"it is of an earlier run of the name, and this one begins anew (--{self.start.mode})")
         if origin is None:
             return
-        if changes := differences(origin.settings, self._settings):
-            raise OtherSettings(refusal(self._task, changes))
+        if origin.run_id not in self.start.continues:
+            changes = differences(
+                origin.settings, self._settings, leave_out=CHANGEABLE if self.start.is_changed else ()
+            )
+            if changes:
+                raise OtherSettings(refusal(self._task, changes))
         if origin.program_iteration and not self._loaded_iteration:
             change = f"its program loaded the checkpoint after iteration {origin.program_iteration} before, none now"
             raise OtherSettings(refusal(self._task, [change]))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from unicrond.events.megatron import command_line as megatron_lm
-from unicrond.events.vocabulary import ReshapeRequested, TaskAssignment, TaskReshaped, TaskSpec
+from unicrond.events.vocabulary import ReshapeRequested, TaskAssignment, TaskReshaped, TaskSpec, TaskStart
 from unicrond.events.vocabulary.shape import Shape
 
 
@@ -102,7 +102,17 @@ def reshaped(spec: TaskSpec, request: ReshapeRequested | TaskReshaped) -> TaskSp
         iterations=request.iterations or spec.iterations,
         optimizer=spec.optimizer if request.lr is None else replace(spec.optimizer, lr=request.lr),
         args=_args(spec, request),
+        start=_start(spec, request),
     )
+
+
+def _start(spec: TaskSpec, request: ReshapeRequested | TaskReshaped) -> TaskStart | None:
+    """Return how the task begins. One whose end or learning rate has changed says so to its workers: by these they
+    compare it no longer with states of earlier runs."""
+    settings = (request.iterations or spec.iterations, spec.optimizer.lr if request.lr is None else request.lr)
+    if spec.start is None or settings == (spec.iterations, spec.optimizer.lr):
+        return spec.start
+    return replace(spec.start, is_changed=True)
 
 
 def _layout(spec: TaskSpec, shape: Shape) -> dict[str, int]:

@@ -7,8 +7,9 @@ Rules
 * `--resume`: it goes on from them in any case. `--restart`: it begins from the seed, or from what its program loads;
   they are kept under another name. `--fork NAME`: another task begins from the newest of them on storage, with whatever
   settings; they stay as they are.
-* The log knows what the last run was made with. What the log does not know (states of another log, a checkpoint of the
-  program's own that was rolled back) is for the workers (agents/trainer/states/origins.py).
+* The log knows what the last run was made with, changes of the running task included; so the workers take its states,
+  which may be of before such a change (`continues`). What the log does not know (states of another log, a checkpoint of
+  the program's own that was rolled back) is for the workers (agents/trainer/states/origins.py).
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from unicrond.core.state.state import ClusterState, Task
 from unicrond.events.megatron.training_settings import differences, refusal, settings_of
 from unicrond.events.vocabulary import TaskSpec, TaskStart
 
+#: Earlier runs whose states a run takes, at most: of so many none has a state left on storage, which keeps a few.
+CONTINUED_MAX = 16
+
 
 class Resubmission(NamedTuple):
     """Say what becomes of a task whose name, or whose source, has states. `problem`: why it is refused, "" where it is
-    not; `outlook`: what it begins from, "" where there is nothing to say."""
+    not; `outlook`: what it begins from, "" where there is nothing to say; `continues`: the runs whose states it takes,
+    newest first."""
 
     problem: str = ""
     outlook: str = ""
+    continues: tuple[str, ...] = ()
 
 
 def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resubmission:
@@ -36,9 +42,12 @@ def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resub
     if start.mode == "restart":
         archive = f"; saved states are kept in {spec.checkpoint.dir}/before-{start.run_id}" if previous else ""
         return Resubmission(outlook=f"it begins from its seed, or from what its program loads{archive}")
-    if previous is None or not _has_saved(previous):
+    if previous is None:
         return Resubmission()
     changes = differences(settings_of(previous.spec), settings_of(spec))
+    continues = () if changes and start.mode != "resume" else _runs(previous)
+    if not _has_saved(previous):
+        return Resubmission(continues=continues)
     if changes and start.mode != "resume":
         return Resubmission(problem=f"name: {refusal(spec.name, changes)}")
     outlook = f"it goes on from the newest state of the last run of its name{_iteration(previous)}"
@@ -46,7 +55,13 @@ def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resub
         outlook += f", with other settings ({'; '.join(changes)})"
     if previous.progress.checkpoint_iteration >= spec.iterations:
         outlook += "; nothing is left to train: raise iterations, or give --restart or --fork NAME"
-    return Resubmission(outlook=outlook)
+    return Resubmission(outlook=outlook, continues=continues)
+
+
+def _runs(previous: Task) -> tuple[str, ...]:
+    """Return the last run of the name, and those whose states it took."""
+    start = previous.spec.start
+    return (start.run_id, *start.continues)[:CONTINUED_MAX] if start is not None else ()
 
 
 def _fork(source: Task | None, start: TaskStart) -> Resubmission:

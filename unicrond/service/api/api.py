@@ -296,13 +296,14 @@ class Api:
         if spec.priority > 0:
             require_scope_of_priority(caller, spec.priority)
         assert spec.start is not None
-        problem, outlook = resubmission(self._coordinator.state, spec, spec.start)
-        if problem:
-            return error(409, problem)
+        outcome = resubmission(self._coordinator.state, spec, spec.start)
+        if outcome.problem:
+            return error(409, outcome.problem)
+        spec = replace(spec, start=replace(spec.start, continues=outcome.continues))
         warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
         warnings += too_few_lanes(spec)
         event = v.TaskSubmitted(spec=spec, owner=caller.owner)
-        return await self._append(event, {"task": spec.name, "warnings": warnings, "outlook": outlook}, 201)
+        return await self._append(event, {"task": spec.name, "warnings": warnings, "outlook": outcome.outlook}, 201)
 
     def _with_start(self, spec: TaskSpec) -> TaskSpec:
         """Return the task with a directory for its checkpoints, and its start with a name for this run. Raise
@@ -313,7 +314,7 @@ class Api:
             source = self._coordinator.state.tasks.get(start.source)
             source_dir = source.spec.checkpoint.dir if source else start.source_dir
             start = replace(start, source_dir=source_dir or str(self._config.checkpoints / start.source))
-        start = replace(start, run_id=secrets.token_hex(4))
+        start = replace(start, run_id=secrets.token_hex(4), is_changed=False)
         return replace(spec, start=start, checkpoint=replace(spec.checkpoint, dir=directory))
 
     async def cancel(self, request: web.Request) -> web.Response:
