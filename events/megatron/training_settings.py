@@ -6,6 +6,7 @@ Rules
 * Of a script's own arguments nobody knows the meaning: all count. Of Megatron-LM's flags all count but those that only
   log, save, evaluate, place or speed up (`_NEUTRAL`).
 * Secrets are left out, and hidden where they stand in a value: settings are written beside each state, and shown.
+* A field of `optimizer` or `model` that has its default is left out: versions with and without it compare alike.
 * A schedule that ends with the training, because the file gives no end of its own, counts with it.
 
 The head asks of two descriptions in the log; a worker asks of its own and of the one that stands beside a saved state.
@@ -60,12 +61,24 @@ def _of_task(spec: TaskSpec) -> dict[str, str]:
     }
     if spec.entry != _BUILT_IN:
         return {**settings, **_of_words(_without_secrets(spec.args))}
+    given = {name: value for name, value in _of_parts(spec).items() if value != _DEFAULTS.get(name)}
+    return {**settings, **given, "optimizer.decay_iterations": str(spec.optimizer.decay_iterations or spec.iterations)}
+
+
+def _of_parts(spec: TaskSpec) -> dict[str, str]:
+    """Return the values of `optimizer` and `model`, but for the place of its state and the end of its schedule."""
     parts = {"optimizer": spec.optimizer, "model": spec.model}
-    for part, values in parts.items():
-        settings |= {f"{part}.{name}": str(value) for name, value in msgspec.structs.asdict(values).items()}
-    del settings["optimizer.distributed"]  # says where the optimizer's state lies
-    settings["optimizer.decay_iterations"] = str(spec.optimizer.decay_iterations or spec.iterations)
+    settings = {
+        f"{part}.{name}": str(value)
+        for part, values in parts.items()
+        for name, value in msgspec.structs.asdict(values).items()
+    }
+    del settings["optimizer.distributed"], settings["optimizer.decay_iterations"]
     return settings
+
+
+#: What is not given has these; a state of before a field was added has none of it.
+_DEFAULTS = _of_parts(TaskSpec(name="any"))
 
 
 def _of_megatron(spec: TaskSpec) -> dict[str, str]:
@@ -111,6 +124,7 @@ def _without_secrets(args: Iterable[str]) -> list[str]:
 def differences(before: Mapping[str, str], now: Mapping[str, str], leave_out: Collection[str] = ()) -> list[str]:
     """Return what differs, a text for each: "seed: 1234 before, 7 now"; the most telling names first. `leave_out`:
     names that do not count."""
+    before, now = ({**settings, **_DEFAULTS, **settings} for settings in (before, now))
     return [
         f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
         for name in dict.fromkeys((*before, *now))

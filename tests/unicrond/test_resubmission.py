@@ -136,6 +136,18 @@ def test_settings_hold_no_secrets(task: TaskSpec, secret: tuple[str, ...]) -> No
     assert len(changes(before, other)) == 1, "what stands behind it counts"
 
 
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_field_that_is_added_refuses_no_state_of_before(part: str) -> None:
+    """Nor does a state that says the default refuse a version that leaves it out, or does not know the field."""
+    default = str(getattr(getattr(GPT, part), field := {"model": "dropout", "optimizer": "clip_grad"}[part]))
+    new = settings_of(replace(GPT, **{part: replace(getattr(GPT, part), **{field: 0.5})}))
+    old = settings_of(GPT)
+    assert f"{part}.{field}" not in old
+    assert differences(old, {**old, f"{part}.{field}": default}) == []
+    assert differences({**old, f"{part}.{field}": default}, old) == []
+    assert differences(old, new) == [f"{part}.{field}: {default} before, 0.5 now"]
+
+
 def test_long_values_are_cut() -> None:
     (text,) = differences({"--data-path": "x" * 500}, {})
     assert text == f"--data-path: {'x' * 60}... before, not given now"
