@@ -264,18 +264,28 @@ def test_former_member_that_saves_beyond_all_steps_lies(has_committed: bool) -> 
     assert state.tasks["a"].progress.checkpoint_iteration == 3 and not state.refused_observations
 
 
-def test_lead_that_went_on_alone_neither_ends_the_task_nor_lies() -> None:
-    """It was cut off, and has done all iterations; meanwhile others have gone on without it, and committed."""
+@pytest.mark.parametrize("is_back", [False, True])
+def test_lead_that_went_on_alone_neither_ends_the_task_nor_lies(is_back: bool) -> None:
+    """It was cut off, and has done all iterations; meanwhile others have gone on without it, and committed. Once its
+    node is back it is to end, and what it has said comes after that."""
     cluster = one_task(2, workers=1)
     (old,) = cluster.state.tasks["a"].workers.values()
-    cluster.lose(cluster.hosts[old.node])
+    node = cluster.hosts[old.node]
+    cluster.lose(node)
     cluster.run()
     cluster.train("a", 3)
     cluster.run()
+    if is_back:
+        back = v.NodeReturned(node=old.node, evidence=v.Evidence(beat_seq=9, beat_at_us=9))
+        cluster.append(back, "coordinator", cluster.state.term)
+        cluster.decide()
     before = cluster.state
-    assert before.tasks["a"].workers[old.worker].status is WorkerStatus.LOST
-    end = v.TaskCompleted(node=old.node, task="a", worker=old.worker, iteration=1000, loss=1.0, params_digest="a" * 64)
-    cluster.say(cluster.hosts[old.node], end)
+    status = before.tasks["a"].workers[old.worker].status
+    assert status is (WorkerStatus.STOPPING if is_back else WorkerStatus.LOST)
+    about = {"node": old.node, "task": "a", "worker": old.worker}
+    end = v.TaskCompleted(**about, iteration=1000, loss=1.0, params_digest="a" * 64)
+    for word in (save(old, 900), end):
+        cluster.say(node, word)
     assert cluster.state.tasks["a"] == before.tasks["a"]
     assert cluster.state.refused_observations == before.refused_observations
 

@@ -17,8 +17,9 @@ Rules
 
 * A worker that the state does not know has no place. What it says changes nothing (`folding/`), and is refused where
   only a liar says it: honest agents fall silent about a worker before the state forgets it.
-* A worker that is lost may have met its group while its node was not heard: its word is not refused, and counts where
-  the state knows that it was in one (`has_trained`).
+* A worker that is lost may have met its group, and trained on alone, while its node was not heard: its word is not
+  refused, and counts where the state knows that it was in one (`has_trained`). No less once the node is back and the
+  worker is ordered to end: what it said before comes after the order.
 * A lead of which the state knows no longer, since LEADS_MAX have followed it without a commit, is not refused either,
   and what it says changes nothing: nobody can tell whether it was one.
 * A first replica saves before the log holds the step: the lead's agent sums steps up, and a shard may be of another
@@ -37,7 +38,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from unicrond.core.state.changes import has_trained
-from unicrond.core.state.state import Task, TaskStatus, WorkerStatus
+from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.task_parts import LEADS_MAX
 from unicrond.events import vocabulary as v
 
@@ -67,7 +68,7 @@ def _forgets_leads(task: Task) -> bool:
 
 def _lead_of_end(task: Task, event: v.TaskCompleted) -> str:
     worker = task.workers.get(event.worker)
-    if task.status is not TaskStatus.ACTIVE or (worker is not None and worker.status is WorkerStatus.LOST):
+    if task.status is not TaskStatus.ACTIVE or (worker is not None and not worker.alive):
         return ""  # outdated, and without effect: see `leads_end`
     refusal = _unless_lead(task, event, task.progress.committed_generation)
     return "" if _forgets_leads(task) and not task.is_member(event.worker) else refusal
@@ -92,7 +93,7 @@ def _unless_lead(task: Task, event: v.WorkerObservation, since_generation: int) 
 
 def _saver(task: Task, event: v.CheckpointSaved) -> str:
     worker = task.workers.get(event.worker)
-    if worker is None or worker.status is WorkerStatus.LOST or task.is_member(event.worker):
+    if worker is None or not worker.alive or task.is_member(event.worker):
         return ""
     progress = task.progress
     if progress.committed_generation == task.generation and event.iteration > progress.best_iteration:
@@ -120,7 +121,7 @@ def in_first_replica(task: Task, name: str) -> bool:
 
 
 def _unless_past_member(task: Task, name: str) -> str:
-    if task.workers[name].status is WorkerStatus.LOST or has_trained(task, name):
+    if not task.workers[name].alive or has_trained(task, name):
         return ""
     return f"$.event.worker: {name} has been in no group of {task.name}"
 
