@@ -9,11 +9,13 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster
 from unicrond.agents.core.state import ArmTimer
 from unicrond.agents.core.worker_budgets import ReportDrops
 from unicrond.core.faults.program_faults import LOOPING_MIN
-from unicrond.core.state.holds import Outage
+from unicrond.core.state.holds import Outage, StandingHold
+from unicrond.core.state.node_parts import Cordon
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus, Severity
 from unicrond.core.state.task_parts import Crashes
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.holds import HeldAction
 from unicrond.replay.simulation.checks.invariants import honest_workers_are_heard, symptoms_are_no_incidents
 from unicrond.replay.simulation.checks.judgement import causes_of, deaf_heads_judge_nobody, programs_move_no_others
 from unicrond.replay.simulation.checks.outages import other_causes, outages_move_nobody
@@ -36,12 +38,12 @@ def cluster() -> MiniCluster:
     return cluster
 
 
-def moved(state: ClusterState) -> v.PlanAdopted:
-    """Return a plan that seats "sound" on the third node, and leaves the rest as it is."""
+def moved(state: ClusterState, task: str = "sound") -> v.PlanAdopted:
+    """Return a plan that seats the task on the third node, and leaves the rest as it is."""
     seats = {name: share.replicas for name, share in state.plan.assignments.items()}
     used = {node for replicas in seats.values() for nodes in replicas for node in nodes}
     (free,) = set(state.nodes) - used
-    seats["sound"] = ((free,),)
+    seats[task] = ((free,),)
     return plan_of(state, seats)
 
 
@@ -130,7 +132,13 @@ def test_change_of_a_mode_is_a_cause(cluster: MiniCluster) -> None:
 
 @pytest.mark.parametrize(
     ("how", "is_breach"),
-    [("moved", True), ("as it was", False), ("its program fails", False), ("a member has left", False)],
+    [
+        ("moved", True),
+        ("as it was", False),
+        ("its program fails", False),
+        ("a member has left", False),
+        ("all others are drained", False),
+    ],
 )
 def test_plan_in_an_outage_moves_nobody_without_a_cause(cluster: MiniCluster, how: str, is_breach: bool) -> None:
     state, policy = cluster.state, Policy()
@@ -143,9 +151,46 @@ def test_plan_in_an_outage_moves_nobody_without_a_cause(cluster: MiniCluster, ho
         crashes = Crashes(count=LOOPING_MIN, fruitless=1)
         state = with_task(state, "sound", troubles=replace(state.tasks["sound"].troubles, crashes=crashes))
         before = other_causes(state)
+    if how == "all others are drained":
+        drained = replace(state.nodes["n2"], name="n9", cordon=Cordon(active=True, draining=True))
+        state = replace(state, nodes=state.nodes | {"n9": drained})
     if how == "a member has left":
         state = replace(state, nodes=state.nodes | {"n1": replace(state.nodes["n1"], status=NodeStatus.LEFT)})
     assert bool(outages_move_nobody(state, plan, before, {"n1"}, policy)) is is_breach
+
+
+@pytest.mark.parametrize(
+    ("accused", "lost", "action", "goer", "is_breach"),
+    [
+        pytest.param(GARBAGE, GARBAGE, "isolation", GARBAGE, False, id="it starts anew"),
+        pytest.param(GARBAGE, GARBAGE, "isolation", "sound", True, id="another task moves"),
+        pytest.param(GARBAGE, "sound", "isolation", GARBAGE, True, id="nothing of it is lost"),
+        pytest.param("sound", GARBAGE, "isolation", GARBAGE, True, id="its node is not accused"),
+        pytest.param(GARBAGE, GARBAGE, "eviction", GARBAGE, True, id="a worker is suspected, and no node"),
+    ],
+)
+def test_accused_node_in_an_outage_excuses_its_own_task_alone(
+    cluster: MiniCluster, accused: str, lost: str, action: HeldAction, goer: str, is_breach: bool
+) -> None:
+    state = cluster.state
+    node_of = {name: share.replicas[0][0] for name, share in state.plan.assignments.items()}
+    hold = StandingHold(action=action, limit="isolated_share", reason="", since_us=1, node=node_of[accused])
+    outages = {"i1": Outage(since_us=1, domain="", away=(node_of[lost],))}
+    state = replace(state, outages=outages, holds={"hold": hold})
+    plan = moved(state, goer)
+    assert bool(outages_move_nobody(state, plan, other_causes(state), {node_of[lost]}, Policy())) is is_breach
+
+
+def test_seat_that_an_accused_task_leaves_in_an_outage_is_free_and_no_other_is(cluster: MiniCluster) -> None:
+    state = cluster.state
+    seats = {name: share.replicas for name, share in state.plan.assignments.items()}
+    node = seats[GARBAGE][0][0]
+    (free,) = set(state.nodes) - {nodes[0][0] for nodes in seats.values()}
+    hold = StandingHold(action="isolation", limit="isolated_share", reason="", since_us=1, node=node)
+    state = replace(state, outages={"i1": Outage(since_us=1, domain="", away=(node,))}, holds={"hold": hold})
+    for seat, is_breach in ((node, False), (free, True)):
+        plan = plan_of(state, {GARBAGE: (), "sound": (*seats["sound"], (seat,))})
+        assert bool(outages_move_nobody(state, plan, other_causes(state), {node}, Policy())) is is_breach
 
 
 @pytest.mark.parametrize(("kind", "is_breach"), [("CheckpointSaved", False), ("ErrorReported", True)])

@@ -3,11 +3,13 @@ back as one."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
 from unicrond.core.faults.program_faults import is_failing
+from unicrond.core.nodes.brakes import held_nodes
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus
 from unicrond.core.tasks.starvation import ranks
@@ -59,27 +61,50 @@ def outages_move_nobody(
 ) -> str:
     """Check a plan. `basis`: the state that it was decided in. `before`: the causes of the plan in force. `members`:
     nodes that were in an outage since that plan."""
-    standing = [name for name, outage in basis.outages.items() if not outage.is_over and policy.outage_hold_s]
+    drained = {node.name for node in basis.nodes.values() if node.cordon.draining}  # awaited no longer
+    standing = [
+        name
+        for name, outage in basis.outages.items()
+        if not outage.is_over and policy.outage_hold_s and not drained.issuperset(outage.away)
+    ]
     if not standing or len(standing) < len(basis.outages) or before is None:
         return ""
     shares = {share.task: expand(share).replicas for share in plan.assignments}
     old = {name: share.replicas for name, share in basis.plan.assignments.items()}
-    nodes_of_outage = frozenset(members)
-    accused = {hold.node for hold in basis.holds.values() if hold.node}
-    if accused.intersection(members) or any(
-        accused.intersection(nodes) and not nodes_of_outage.isdisjoint(nodes)
-        for replicas in old.values()
-        for nodes in replicas
-    ):
-        return ""  # what starts anew on a node that is accused gets another, if there is one; so do its other nodes
-    if all(shares.get(t.name) == old.get(t.name) or is_failing(t) for t in basis.active):
-        return ""  # nobody moves, but for a task that keeps off the nodes where its program fails
+    suspects, nodes_of_outage = set(held_nodes(basis)), set(members)
+    # What starts anew on a node that is accused gets another, if there is one; so do the other nodes of its replica.
+    starters = {
+        name
+        for name, replicas in old.items()
+        if any(suspects.intersection(nodes) and nodes_of_outage.intersection(nodes) for nodes in replicas)
+    }
+    vacancies = {node for name in starters for node in _seats(old[name]) - _seats(shares.get(name, ()))}
+    # A task that fails keeps off the nodes where its program fails.
+    movers = [
+        t.name
+        for t in basis.active
+        if t.name not in starters
+        and not is_failing(t)
+        and not _keeps(old.get(t.name, ()), shares.get(t.name, ()), vacancies)
+    ]
+    if not movers:
+        return ""
     now = other_causes(basis)
     if now.rest != before.rest or now.lasting != before.lasting:
         return ""
     if any(now.present[name] != before.present[name] for name in now.present if name not in members):
         return ""
-    return f"plan {plan.epoch} is made for nothing but {', '.join(standing)}: {plan.trigger}"
+    return f"plan {plan.epoch} moves {', '.join(movers)} for nothing but {', '.join(standing)}: {plan.trigger}"
+
+
+def _seats(replicas: Sequence[Sequence[str]]) -> Counter[str]:
+    return Counter(node for nodes in replicas for node in nodes)
+
+
+def _keeps(old: Sequence[tuple[str, ...]], new: Sequence[tuple[str, ...]], vacancies: Collection[str]) -> bool:
+    """Return whether a task has what it had, and no more but what another has left."""
+    more = Counter(new) - Counter(old)
+    return not Counter(old) - Counter(new) and all(node in vacancies for nodes in more for node in nodes)
 
 
 def outages_accuse_no_node(basis: ClusterState, isolated: v.NodeIsolated, touched: Collection[str]) -> str:
