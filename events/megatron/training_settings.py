@@ -61,8 +61,8 @@ def _of_task(spec: TaskSpec) -> dict[str, str]:
     }
     if spec.entry != _BUILT_IN:
         return {**settings, **_of_words(_without_secrets(spec.args))}
-    given = {name: value for name, value in _of_parts(spec).items() if value != _DEFAULTS.get(name)}
-    return {**settings, **given, "optimizer.decay_iterations": str(spec.optimizer.decay_iterations or spec.iterations)}
+    fields = {name: value for name, value in _of_parts(spec).items() if value != _DEFAULTS.get(name)}
+    return {**settings, **fields, "optimizer.decay_iterations": str(spec.optimizer.decay_iterations or spec.iterations)}
 
 
 def _of_parts(spec: TaskSpec) -> dict[str, str]:
@@ -99,13 +99,15 @@ def _of_megatron(spec: TaskSpec) -> dict[str, str]:
 
 
 def _of_words(args: Iterable[str]) -> dict[str, str]:
-    """Return the values of a script's own arguments by flag; words before the first flag by "args"."""
+    """Return the values of a script's own arguments by flag; words before the first flag by "args". Of a flag that
+    stands twice all count, with its name between them: "a --data b"."""
     words: dict[str, list[str]] = {}
     name = "args"
     for word in args:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            words[name] = [value] if equals else []
+            before = [*words[name], name] if name in words else []
+            words[name] = [*before, value] if equals else before
         else:
             words.setdefault(name, []).append(word)
     return {name: " ".join(values) for name, values in words.items()}

@@ -40,6 +40,10 @@ def flags(**changes: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+def script(args: str) -> TaskSpec:
+    return replace(SCRIPT, args=tuple(args.split()))
+
+
 def changes(before: TaskSpec, now: TaskSpec) -> list[str]:
     return [text.partition(":")[0] for text in differences(settings_of(before), settings_of(now))]
 
@@ -100,6 +104,12 @@ def test_what_trains_nothing_else_may_differ(
         (GPT, replace(GPT, iterations=60), ["optimizer.decay_iterations"]),
         (SCRIPT, replace(SCRIPT, entry="/lm/other.py"), ["entry"]),
         (SCRIPT, replace(SCRIPT, args=("big.json", "--lr=1e-3", "--shuffle", "--betas", "0.9")), []),
+        (script("--data a --data b"), script("--data c --data b"), ["--data"]),
+        (script("--data a --data b"), script("--data=a --data=b"), []),
+        (script("--data a --data b"), script("--data a b"), ["--data"]),
+        (script("--fast"), script("--fast --fast"), ["--fast"]),
+        (replace(MEGATRON, args=tuple(f"{FLAGS} --lr 1e-4".split())), MEGATRON, []),
+        (replace(MEGATRON, args=tuple(f"{FLAGS} --lr 0.1".split())), MEGATRON, ["--lr"]),
         (SCRIPT, replace(SCRIPT, entry="/elsewhere/train.py", optimizer=OptimizerSpec(lr=0.1)), []),
         (SCRIPT, replace(SCRIPT, args=("small.json", "--lr", "1e-4")), ["args", "--lr", "--shuffle", "--betas"]),
         (MEGATRON, replace(MEGATRON, seed=8, args=flags(seed="8")), ["--seed"]),
