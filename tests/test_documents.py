@@ -39,7 +39,7 @@ PARSERS = [
     ("unicron-replay", ["simulate"]),
 ]
 #: Options in the documents that are other programs': nats, Megatron-LM, and the commands of tests and benchmarks.
-OTHERS = {"--layers", "--faults", "--requeue", "--no-kill", "--load", "--lr-decay-iters"}
+OTHERS = {"--layers", "--faults", "--requeue", "--no-kill", "--load", "--save", "--lr-decay-iters"}
 #: Documents whose options are another program's.
 OF_OTHERS = {"megatron-lm.md"}
 

@@ -239,6 +239,29 @@ def test_fork_needs_a_state() -> None:
     assert "has saved no state yet" in resubmission(new.state, spec, start).problem
 
 
+@pytest.mark.parametrize(
+    ("save", "cwd", "is_refused"),
+    [
+        ("/save/big", "", True), ("/save/./x/../big/", "", True), ("big", "/save", True), ("/save/big-2", "", False),
+        ("", "/save/big", False),
+    ],
+)  # fmt: skip
+def test_fork_does_not_save_where_its_source_does(save: str, cwd: str, *, is_refused: bool) -> None:
+    """Of Megatron-LM: each would overwrite the other's own checkpoints."""
+    state = ended().state
+    task = state.tasks["big"]
+    state = with_task(state, replace(task, spec=replace(MEGATRON, args=(*MEGATRON.args, "--save", "/save/big"))))
+    args = (*MEGATRON.args, "--save", save) if save else MEGATRON.args
+    fork = replace(MEGATRON, name="fork", cwd=cwd, args=args)
+    start = TaskStart(mode="fork", run_id="r", source="big", source_dir="/c")
+    problem = resubmission(state, fork, start).problem
+    assert problem.startswith("args: --save names the directory of task big (/save/big)") == is_refused, problem
+    assert bool(problem) == is_refused
+    assert resubmission(state, fork, replace(start, source="gone")).problem == ""
+    without_flags = with_task(state, replace(task, spec=replace(MEGATRON, args=())))
+    assert resubmission(without_flags, fork, start).problem == ""
+
+
 async def answer(http: aiohttp.ClientSession, status: int, **body: Any) -> str:
     async with http.post("/v1/tasks", json={"max_workers": 2, "numerics": "follow", **body}) as response:
         text = await response.text()

@@ -6,7 +6,7 @@ Rules
   with (events/megatron/training_settings.py), and is refused otherwise, by a sentence that names the difference.
 * `--resume`: it goes on from them in any case. `--restart`: it begins from the seed, or from what its program loads;
   they are kept under another name. `--fork NAME`: another task begins from the newest of them on storage, with whatever
-  settings; they stay as they are.
+  settings; they stay as they are. So do Megatron-LM's own: a fork that saves them in the same directory is refused.
 * The log knows what the last run was made with, changes of the running task included; so the workers take its states,
   which may be of before such a change (`continues`). What the log does not know (states of another log, a checkpoint of
   the program's own that was rolled back) is for the workers (agents/trainer/states/origins.py).
@@ -14,9 +14,11 @@ Rules
 
 from __future__ import annotations
 
+from posixpath import normpath
 from typing import NamedTuple
 
 from unicrond.core.state.state import ClusterState, Task
+from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine
 from unicrond.events.megatron.training_settings import differences, refusal, settings_of
 from unicrond.events.vocabulary import TaskSpec, TaskStart
 
@@ -37,7 +39,7 @@ class Resubmission(NamedTuple):
 def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resubmission:
     """Return what becomes of the task, which is submitted with `start`. Its name is free."""
     if start.mode == "fork":
-        return _fork(state.tasks.get(start.source), start)
+        return _fork(state.tasks.get(start.source), spec, start)
     previous = state.tasks.get(spec.name)
     if start.mode == "restart":
         archive = f"; saved states are kept in {spec.checkpoint.dir}/before-{start.run_id}" if previous else ""
@@ -64,15 +66,32 @@ def _runs(previous: Task) -> tuple[str, ...]:
     return (start.run_id, *start.continues)[:CONTINUED_MAX] if start is not None else ()
 
 
-def _fork(source: Task | None, start: TaskStart) -> Resubmission:
+def _fork(source: Task | None, spec: TaskSpec, start: TaskStart) -> Resubmission:
     if source is not None and not source.progress.checkpoint_iteration and not source.progress.best_iteration:
         problem = f"start: task {start.source} has saved no state yet; wait for one (`unicronctl describe task"
         return Resubmission(problem=f"{problem} {start.source}`)")
+    directory = _program_directory(spec)
+    if source is not None and directory and directory == _program_directory(source.spec):
+        text = f"args: --save names the directory of task {start.source} ({directory}); give the fork another"
+        return Resubmission(problem=f"{text}, it would overwrite the checkpoints there")
     if source is None:
         return Resubmission(outlook=f"it begins from the newest state of task {start.source} in {start.source_dir}")
     return Resubmission(
         outlook=f"it begins from the newest state of task {start.source} on storage{_iteration(source)}"
     )
+
+
+def _program_directory(spec: TaskSpec) -> str:
+    """Return where Megatron-LM itself saves its checkpoints; "" for nowhere."""
+    if spec.entry != ENTRY:
+        return ""
+    try:
+        directory = CommandLine.parse(spec.args).text("--save")
+    except BadFlags:  # other code says so
+        return ""
+    if not directory:
+        return ""
+    return normpath(directory if directory.startswith("/") else f"{spec.cwd}/{directory}")
 
 
 def _has_saved(task: Task) -> bool:
