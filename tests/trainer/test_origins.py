@@ -244,6 +244,24 @@ def test_states_that_another_worker_has_moved_fail_no_save(tmp_path: Path) -> No
     assert iterations(tmp_path) == [] and iterations(tmp_path / "before-b") == [10]
 
 
+@pytest.mark.parametrize("mode", ["", "restart"])
+def test_states_of_another_task_in_the_directory_stay(mode: StartMode, tmp_path: Path) -> None:
+    """As after a task was renamed in its file: they are neither put aside nor pruned."""
+    for iteration in (20, 30):
+        save(tmp_path, iteration, run_of("a"), "other")
+    for iteration in (5, 6, 7):
+        save(tmp_path, iteration, run_of("b", mode))
+    assert iterations(tmp_path) == [7, 6] and iterations(tmp_path, "other") == [30, 20]
+    assert not list(tmp_path.glob("before-*"))
+
+
+def test_fork_leaves_states_of_another_task_in_its_directory(tmp_path: Path) -> None:
+    save(tmp_path / "big", 20, run_of("a"), "big")
+    save(tmp_path / "fork", 30, run_of("a"), "other")
+    checkpoint.fork(tmp_path / "big", "big", tmp_path / "fork", "t", run_of("f", "fork", source="big"))
+    assert iterations(tmp_path / "fork") == [20] and iterations(tmp_path / "fork", "other") == [30]
+
+
 def test_state_is_kept_beside_another_of_its_iteration(tmp_path: Path) -> None:
     for _ in range(3):
         save(tmp_path, 10, run_of("a"))

@@ -16,10 +16,11 @@ from tests.unicrond.serving import serving
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.task_parts import Copies
 from unicrond.core.tasks.resubmission import Resubmission, resubmission
+from unicrond.core.tasks.task_rules import spec_faults
 from unicrond.ctl.main import main
 from unicrond.events import vocabulary as v
 from unicrond.events.megatron.training_settings import differences, refusal, settings_of
-from unicrond.events.vocabulary import LayoutSpec, OptimizerSpec, TaskSpec, TaskStart
+from unicrond.events.vocabulary import CheckpointSpec, LayoutSpec, OptimizerSpec, TaskSpec, TaskStart
 from unicrond.intake.task_file import TaskFileError, loads
 
 GPT = TaskSpec(name="big", max_workers=2, iterations=30)
@@ -228,6 +229,24 @@ def test_task_without_states_may_be_anything() -> None:
     assert resubmission(state, replace(state.tasks["big"].spec, seed=9), TaskStart(run_id="r")) == Resubmission()
 
 
+def test_directory_of_task_that_trains_is_no_others() -> None:
+    cluster = ended()
+    cluster.submit("small", checkpoint=CheckpointSpec(dir="/ckpt/small"))
+    spec, start = replace(GPT, name="new", checkpoint=CheckpointSpec(dir="/ckpt/x/..//small/")), TaskStart(run_id="r")
+    sentence = "checkpoint.dir: /ckpt/x/..//small/ is that of task small, which trains; give another directory"
+    assert resubmission(cluster.state, spec, start).problem == sentence
+    cluster.append(v.TaskCancelled(task="small", reason=""), "api", 1)
+    cluster.run()
+    assert resubmission(cluster.state, spec, start).problem == ""
+
+
+def test_fork_into_directory_of_its_source_is_refused() -> None:
+    start = TaskStart(mode="fork", run_id="r", source="big", source_dir="/ckpt/big")
+    for directory, is_refused in (("/ckpt/big", True), ("/ckpt/./big/", True), ("/ckpt/big-2", False)):
+        fork = replace(GPT, name="fork", checkpoint=CheckpointSpec(dir=directory), start=start)
+        assert [fault.place for fault in spec_faults(fork)] == [("checkpoint", "dir")] * is_refused
+
+
 def test_fork_needs_a_state() -> None:
     state = ended().state
     spec = replace(state.tasks["big"].spec, name="fork")
@@ -297,6 +316,16 @@ async def test_api_refuses_other_settings_until_told(tmp_path: Path) -> None:
 def test_task_file_does_not_say_how_it_begins() -> None:
     with pytest.raises(TaskFileError, match="task file:2: start: say it with the order"):
         loads("name: big\nstart: {mode: restart}\n")
+
+
+@pytest.mark.parametrize("directory", ["/", "/ckpt", "/ckpt/", "/ckpt/../x"])
+def test_fork_has_no_place_beside_directory_of_the_root(
+    directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "big.yaml"
+    path.write_text(f"name: big\ncheckpoint: {{dir: {directory}}}\n")
+    assert main(["submit", str(path), "--fork", "new"]) == 2
+    assert "checkpoint.dir: a fork keeps its states beside those of task big" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

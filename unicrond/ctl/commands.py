@@ -286,22 +286,19 @@ def submit(options: argparse.Namespace) -> None:
 
 
 def _started(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
-    """Return the file's task as the flags want it to begin. A fork keeps its checkpoints beside those of the file's."""
+    """Return the file's task as the flags want it to begin."""
     from msgspec.structs import replace
 
     from unicrond.events.vocabulary import TaskStart
+    from unicrond.intake.task_file import TaskFileError, fork_of
 
     if not options.fork:
         mode: StartMode = "resume" if options.resume else "restart" if options.restart else ""
         return replace(spec, start=TaskStart(mode=mode)) if mode else spec
-    directory = spec.checkpoint.dir
-    fork_directory = str(Path(directory).with_name(options.fork)) if directory else ""
-    return replace(
-        spec,
-        name=options.fork,
-        checkpoint=replace(spec.checkpoint, dir=fork_directory),
-        start=TaskStart(mode="fork", source=spec.name, source_dir=directory),
-    )
+    try:
+        return fork_of(spec, options.fork, where=options.file)
+    except TaskFileError as error:
+        raise UsageError(str(error)) from None
 
 
 def _warn(answer: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ Every field is described in docs/use/task-files.md.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 from unicrond.core.state.field_faults import FieldFault, Place
 from unicrond.core.tasks.task_rules import ENTRIES, PATHS
 from unicrond.core.tasks.task_validation import form_problems, task_problems
-from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
+from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec, TaskStart
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
 from unicrond.intake.throughput_preset import Preset, fill, fill_further_gpus, shorten_tables, take_preset
@@ -75,6 +76,22 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
     line = _line(document.lines, first.place)
     rest = f" (and {more} more)" if more else ""
     raise TaskFileError(f"{where}{line}: {first}{rest}")
+
+
+def fork_of(spec: TaskSpec, name: str, *, where: str) -> TaskSpec:
+    """Return the task `name` that begins from the newest state of the file's; its checkpoints lie beside those. `where`
+    names the file in errors. Raise TaskFileError where nothing may lie beside them."""
+    directory = spec.checkpoint.dir
+    place = Path(os.path.normpath(directory))
+    if directory and place.parent == place.parent.parent:
+        text = f"checkpoint.dir: a fork keeps its states beside those of task {spec.name}: for {place} in the root"
+        raise TaskFileError(f"{where}: {text}; give one in it for the fork, such as {place / spec.name}")
+    return replace(
+        spec,
+        name=name,
+        checkpoint=replace(spec.checkpoint, dir=str(place.with_name(name)) if directory else ""),
+        start=TaskStart(mode="fork", source=spec.name, source_dir=directory),
+    )
 
 
 def parse_task(data: Any) -> tuple[TaskSpec | None, list[FieldFault]]:

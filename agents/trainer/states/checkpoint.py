@@ -148,11 +148,11 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
     _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     if job.origin is not None:
         _write_synced(draft / origins.FILE, msgspec.json.encode(job.origin.stored()))
-        origins.put_aside(job.directory, _list_checkpoints(job.directory), job.origin.start, job.iteration)
+        origins.put_aside(job.directory, _own_checkpoints(job.directory, job.task), job.origin.start, job.iteration)
     _sync(draft)
     _publish(draft, final)
     _sync(job.directory)
-    _remove_old(job.directory, job.keep, final)
+    _remove_old(job.directory, job.task, job.keep, final)
     return WrittenCheckpoint(final, manifest.size_bytes)
 
 
@@ -207,7 +207,7 @@ def fork(source: Path, source_task: str, directory: Path, task: str, origin: Run
     newest = path_of(source, iteration)
     manifest = msgspec.structs.replace(_manifest(newest, source_task, iteration), task=task)
     directory.mkdir(parents=True, exist_ok=True)
-    origins.put_aside(directory, _list_checkpoints(directory), origin.start, iteration)
+    origins.put_aside(directory, _own_checkpoints(directory, task), origin.start, iteration)
     texts = {_MANIFEST: msgspec.json.encode(manifest), origins.FILE: msgspec.json.encode(origin.present())}
     _copy(newest, path_of(directory, iteration), texts)
 
@@ -239,6 +239,18 @@ def _list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
         return []
     matches = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))]
     return sorted(matches, reverse=True)
+
+
+def _own_checkpoints(directory: Path, task: str) -> list[tuple[int, Path]]:
+    """List the same without those of other tasks; a damaged one counts as the task's own."""
+    return [(iteration, path) for iteration, path in _list_checkpoints(directory) if _task_of(path) in ("", task)]
+
+
+def _task_of(path: Path) -> str:
+    try:
+        return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=CheckpointManifest).task
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
 
 
 def _manifest(path: Path, task: str, iteration: int) -> CheckpointManifest:
@@ -383,10 +395,10 @@ def _link(source: str, target: str) -> None:
         _sync(Path(target))
 
 
-def _remove_old(directory: Path, keep: int, final: Path) -> None:
-    """Keep the newest checkpoints, and `final`, which is the last word even where newer ones could not be put aside;
-    drafts of lower iterations were left by writers that died."""
-    checkpoints = _list_checkpoints(directory)
+def _remove_old(directory: Path, task: str, keep: int, final: Path) -> None:
+    """Keep the task's newest checkpoints, and `final`, which is the last word even where newer ones could not be put
+    aside; drafts of lower iterations were left by writers that died."""
+    checkpoints = _own_checkpoints(directory, task)
     for _, path in checkpoints[keep:]:
         if path != final:
             shutil.rmtree(path, ignore_errors=True)

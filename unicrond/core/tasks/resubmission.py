@@ -17,7 +17,7 @@ from __future__ import annotations
 from posixpath import normpath
 from typing import NamedTuple
 
-from unicrond.core.state.state import ClusterState, Task
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine
 from unicrond.events.megatron.training_settings import differences, refusal, settings_of
 from unicrond.events.vocabulary import TaskSpec, TaskStart
@@ -38,6 +38,11 @@ class Resubmission(NamedTuple):
 
 def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resubmission:
     """Return what becomes of the task, which is submitted with `start`. Its name is free."""
+    if sharer := _sharer(state, spec):
+        problem = (
+            f"checkpoint.dir: {spec.checkpoint.dir} is that of task {sharer}, which trains; give another directory"
+        )
+        return Resubmission(problem=problem)
     if start.mode == "fork":
         return _fork(state.tasks.get(start.source), spec, start)
     previous = state.tasks.get(spec.name)
@@ -58,6 +63,20 @@ def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resub
     if previous.progress.checkpoint_iteration >= spec.iterations:
         outlook += "; nothing is left to train: raise iterations, or give --restart or --fork NAME"
     return Resubmission(outlook=outlook, continues=continues)
+
+
+def _sharer(state: ClusterState, spec: TaskSpec) -> str:
+    """Return the task whose workers write states where those of this one would; "" for none."""
+    directory = normpath(spec.checkpoint.dir)
+    return next(
+        (
+            task.name
+            for task in state.tasks.values()
+            if task.status is TaskStatus.ACTIVE or not task.at_rest
+            if task.spec.checkpoint.dir and normpath(task.spec.checkpoint.dir) == directory
+        ),
+        "",
+    )
 
 
 def _runs(previous: Task) -> tuple[str, ...]:

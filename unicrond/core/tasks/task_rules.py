@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from posixpath import normpath
 from typing import Any
 
 import msgspec
@@ -340,7 +341,7 @@ def _start(spec: TaskSpec) -> Iterator[FieldFault]:
         yield FieldFault(("start", "source"), "names the task to fork, with mode fork alone; give both or neither")
     elif start.source == spec.name:
         yield FieldFault(("start", "source"), f"{start.source} is the task itself; give the fork another name")
-    elif start.source_dir and start.source_dir == spec.checkpoint.dir:
+    elif start.source_dir and normpath(start.source_dir) == normpath(spec.checkpoint.dir):
         yield FieldFault(("checkpoint", "dir"), f"is that of task {start.source}; give the fork another")
 
 
