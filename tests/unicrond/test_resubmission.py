@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import serving
 from unicrond.core.state.changes import with_task
-from unicrond.core.state.task_parts import Copies
+from unicrond.core.state.task_parts import Copies, KeptState
 from unicrond.core.tasks.resubmission import Resubmission, resubmission
 from unicrond.core.tasks.task_rules import spec_faults
 from unicrond.ctl.main import main
@@ -30,6 +30,8 @@ FLAGS = (
     " --split 90,5,5 --data-path /data/a --lr 1e-4 --save-interval 100 --eval-iters 10"
 )
 MEGATRON = TaskSpec(name="big", entry="megatron-lm", args=tuple(FLAGS.split()), seed=7, global_batch=16, iterations=500)
+
+HELD = KeptState(node="n1", shard=0, iteration=5, generation=1, origin="n1", size_bytes=1)
 
 settings = st.dictionaries(st.sampled_from("abcd"), st.text(max_size=80), max_size=4)
 
@@ -202,6 +204,28 @@ def test_outlook_says_where_task_goes_on() -> None:
     restart = resubmission(state, replace(spec, seed=9), replace(start, mode="restart"))
     assert restart.problem == "" and restart.outlook.endswith("/before-r")
     assert resubmission(state, replace(spec, name="new"), start) == Resubmission()
+
+
+def test_outlook_says_that_states_are_looked_for_elsewhere() -> None:
+    state = ended().state
+    task = state.tasks["big"]
+    now = replace(task.spec, checkpoint=CheckpointSpec(dir="/new"))
+    state = with_task(state, replace(task, spec=replace(task.spec, checkpoint=CheckpointSpec(dir="/old"))))
+    start = TaskStart(run_id="r")
+    held = replace(task, copies=Copies(holdings={"n1/0": HELD}))
+    held_state = with_task(state, replace(held, spec=state.tasks["big"].spec))
+    assert resubmission(state, now, start).outlook == (
+        "it looks for states in /new, not in /old, the checkpoint.dir of its last run"
+    )
+    assert "in /new and in the memory of its nodes, not in /old" in resubmission(held_state, now, start).outlook
+    same = replace(now, checkpoint=CheckpointSpec(dir="/x/../old/"))
+    assert "goes on from the newest state" in resubmission(state, same, start).outlook
+    other = replace(now, seed=9)
+    assert resubmission(state, other, start) == resubmission(state, now, start)._replace(continues=())
+    assert "seed" in resubmission(held_state, other, start).problem
+    assert (
+        "nothing is left" not in resubmission(state, replace(now, iterations=5), replace(start, mode="resume")).outlook
+    )
 
 
 def test_run_takes_states_of_runs_that_the_head_has_compared() -> None:

@@ -53,14 +53,20 @@ def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resub
         return Resubmission()
     changes = differences(settings_of(previous.spec), settings_of(spec))
     continues = () if changes and start.mode != "resume" else _runs(previous)
-    if not _has_saved(previous):
+    directory, earlier = (normpath(part.checkpoint.dir or spec.checkpoint.dir) for part in (spec, previous.spec))
+    stored = previous.progress.checkpoint_iteration if directory == earlier else 0
+    if not stored and not previous.copies.holdings and directory == earlier:
         return Resubmission(continues=continues)
-    if changes and start.mode != "resume":
+    if changes and start.mode != "resume" and (stored or previous.copies.holdings):
         return Resubmission(problem=f"name: {refusal(spec.name, changes)}")
-    outlook = f"it goes on from the newest state of the last run of its name{_iteration(previous)}"
-    if changes:
+    if directory == earlier:
+        outlook = f"it goes on from the newest state of the last run of its name{_iteration(previous)}"
+    else:
+        memory = " and in the memory of its nodes" if previous.copies.holdings else ""
+        outlook = f"it looks for states in {directory}{memory}, not in {earlier}, the checkpoint.dir of its last run"
+    if changes and start.mode == "resume":
         outlook += f", with other settings ({'; '.join(changes)})"
-    if previous.progress.checkpoint_iteration >= spec.iterations:
+    if stored >= spec.iterations:
         outlook += "; nothing is left to train: raise iterations, or give --restart or --fork NAME"
     return Resubmission(outlook=outlook, continues=continues)
 
@@ -111,10 +117,6 @@ def _program_directory(spec: TaskSpec) -> str:
     if not directory:
         return ""
     return normpath(directory if directory.startswith("/") else f"{spec.cwd}/{directory}")
-
-
-def _has_saved(task: Task) -> bool:
-    return bool(task.progress.checkpoint_iteration or task.copies.holdings)
 
 
 def _iteration(task: Task) -> str:
