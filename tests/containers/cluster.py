@@ -218,6 +218,11 @@ class Watch:
             "repeated": repeated + assigned,
         }
 
+    async def clean(self) -> str:
+        """Say that nothing followed from a planned end, which is asserted."""
+        assert await self.damage() == NO_DAMAGE, self.said()
+        return "no incident, nothing repeated"
+
 
 NO_DAMAGE: dict[str, Any] = {"incidents": 0, "faults": [], "failures": 0, "flaps": 0, "repeated": 0}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.containers.cluster import NO_DAMAGE, NODES, Cluster, is_up, node_of
+from tests.containers.cluster import NODES, Cluster, is_up, node_of
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 Record = Callable[..., None]
@@ -37,7 +37,7 @@ async def test_deleted_agent_pod_loses_no_work(cluster: Cluster, record: Record)
     code, took_s = await replaced(cluster, machine)
     whole_s = await watch.whole(also=is_up(machine, boot))
     assert code == 128 + signal.SIGTERM and took_s < 30
-    assert await watch.damage() == NO_DAMAGE
+    await watch.clean()
     state, _ = await cluster.state()
     assert state.nodes[node_of(machine)].address == cluster.agents[machine].address != address
     facts: dict[str, Any] = {"told": watch.told(*TOLD), "whole": whole_s, "pod_s": took_s, "code": code}
@@ -57,7 +57,7 @@ async def test_rolling_updates_and_link_loss_isolate_no_node(cluster: Cluster, r
             assert code == 128 + signal.SIGTERM
             await cluster.until_ready(machine)  # the controller goes on as soon as that says so
         whole_s = await watch.whole()
-        assert await watch.damage() == NO_DAMAGE
+        await watch.clean()
         record(f"rollout {update}", told=watch.told(*TOLD), whole=whole_s, left=len(watch.lines("NodeLeft")))
     assert len(whole.lines("NodeLeft")) == 2 * len(NODES)
     state = await cluster.training(0)

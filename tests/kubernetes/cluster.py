@@ -226,6 +226,11 @@ class Cluster(Live):
         """Return the log's entries after a sequence number."""
         return list(self.client.events(after))
 
+    async def boots(self) -> dict[str, int]:
+        """Return each node's agent's number."""
+        state, _ = await self.state()
+        return {name: node.agent.boot for name, node in state.nodes.items()}
+
     async def train(self, workers: int = 3) -> ClusterState:
         """Return the state once a task of so many workers trains; an earlier row's goes on."""
         self.workers = workers

@@ -51,6 +51,11 @@ _USERS = {
 _CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "systemd")
 
 _CPU_SHARES = 3 * 1024
+#: What a kubelet sets for the whole machine (pkg/kubelet/cm/container_manager_linux.go).
+_KUBELET_SETTINGS = (
+    "vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops", "kernel/keys/root_maxkeys",
+    "kernel/keys/root_maxbytes",
+)  # fmt: skip
 
 
 def program(name: str) -> str | None:
@@ -96,6 +101,7 @@ class Machine:
 
     def start(self) -> None:
         """Start all, and return once each node is ready and has the image."""
+        self._keep_kernel_settings()
         write_archive(self.image, self.directory / "image.tar")
         self._make_network()
         self._make_keys()
@@ -180,6 +186,16 @@ class Machine:
             self.daemons[name] = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, start_new_session=True
             )
+
+    def _keep_kernel_settings(self) -> None:
+        """Have kubelets write their settings of the kernel into copies: the true ones are the whole machine's, and
+        outlive our namespaces."""
+        copies = self.directory / "kernel"
+        copies.mkdir()
+        for name in _KUBELET_SETTINGS:
+            setting, copy = Path("/proc/sys", name), copies / name.replace("/", ".")
+            copy.write_text(setting.read_text())
+            subprocess.run(["mount", "--bind", str(copy), str(setting)], check=True)
 
     def _make_network(self) -> None:
         ip("link", "set", "lo", "up")

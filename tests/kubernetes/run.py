@@ -9,8 +9,10 @@ Ctrl-C ends all of it: processes, mounts and networks are in namespaces that end
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,9 +27,20 @@ from tests.kubernetes.rows import BUILD, EVENTS, ROWS, write
 
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
-    if why := _missing():
-        print(f"make kubernetes: {why}")
-        return 1
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("make kubernetes: another one runs from this checkout, with the same files and cgroups; end it first")
+            return 1
+        if why := _missing():
+            print(f"make kubernetes: {why}")
+            return 1
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     shutil.rmtree(BUILD / "machine", ignore_errors=True)
     if arguments[:1] == ["--hold"]:
         words = ["tests.kubernetes.cluster", *(arguments[1:] or ["daemonset"])]
@@ -35,11 +48,12 @@ def main(arguments: list[str]) -> int:
         if not arguments:
             ROWS.unlink(missing_ok=True)
         words = ["pytest", "-v", "-s", "-m", "kubernetes", *(arguments or ["tests/kubernetes"])]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen([*ALONE, sys.executable, "-m", *words], cwd=ROOT)
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        code = process.wait()
+        code = _end(process)
     finally:
         clean_up()
     if EVENTS.exists() and not code:
@@ -47,6 +61,16 @@ def main(arguments: list[str]) -> int:
     if not code and arguments[:1] != ["--hold"]:
         write()
     return code
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Have the tests end, by force at the second signal; return the exit code."""
+    try:
+        process.send_signal(signal.SIGINT)
+        return process.wait(60)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        process.kill()  # its namespace, and all in it, ends with it
+        return process.wait()
 
 
 def _missing() -> str:

@@ -9,25 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.containers.cluster import NO_DAMAGE, Watch
 from tests.kubernetes.cluster import AGENTS, NAMESPACE, Cluster, up_on
 from tests.kubernetes.machine import NODES
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
 TOLD = ("NodeLeaving", "NodeLost", "WorkerExited", "ErrorReported", "NodeJoined")
-
-
-async def boots(cluster: Cluster) -> dict[str, int]:
-    """Return each node's agent's number."""
-    state, _ = await cluster.state()
-    return {name: state.nodes[name].agent.boot for name in NODES if name in state.nodes}
-
-
-async def clean(watch: Watch) -> str:
-    """Say that nothing followed from an act, which is asserted."""
-    assert await watch.damage() == NO_DAMAGE, [line.summary for line in watch.lines()]
-    return "no incident, nothing repeated"
 
 
 async def test_overlay_daemonset_is_ready(whole_cluster: Cluster, record: Record) -> None:
@@ -48,7 +35,7 @@ async def test_overlay_daemonset_is_ready(whole_cluster: Cluster, record: Record
 @pytest.mark.parametrize("words", [("--wait=false",), ("--force", "--grace-period=0", "--wait=false")])
 async def test_deleted_pod_loses_no_work(cluster: Cluster, record: Record, words: tuple[str, ...]) -> None:
     await cluster.train()
-    before, pod = await boots(cluster), cluster.pod_on("n1")
+    before, pod = await cluster.boots(), cluster.pod_on("n1")
     watch = await cluster.watch()
     watch.act()
     await cluster.do("delete", "pod", pod, *words)
@@ -56,13 +43,13 @@ async def test_deleted_pod_loses_no_work(cluster: Cluster, record: Record, words
     is_forced = "--force" in words
     record(
         f"`kubectl delete pod{' --force' if is_forced else ''}` of an agent",
-        f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s; {await clean(watch)}",
+        f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s; {await watch.clean()}",
     )
 
 
 async def test_evicted_pod_loses_no_work(cluster: Cluster, record: Record) -> None:
     await cluster.train()
-    before, pod = await boots(cluster), cluster.pod_on("n2")
+    before, pod = await cluster.boots(), cluster.pod_on("n2")
     watch = await cluster.watch()
     watch.act()
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
@@ -71,7 +58,7 @@ async def test_evicted_pod_loses_no_work(cluster: Cluster, record: Record) -> No
     whole_s = await watch.whole(also=up_on("n2", boots=before))
     record(
         "eviction by the API: a DaemonSet's pod",
-        f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s; {await clean(watch)}",
+        f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s; {await watch.clean()}",
     )
 
 
@@ -81,14 +68,14 @@ async def test_rolling_updates_lose_no_work(cluster: Cluster, record: Record) ->
     watch = await cluster.watch()
     watch.act()
     for _ in range(2):
-        before, began_s = await boots(cluster), time.monotonic()
+        before, began_s = await cluster.boots(), time.monotonic()
         await cluster.do("rollout", "restart", AGENTS["daemonset"])
         await asyncio.to_thread(cluster.until_rolled, AGENTS["daemonset"])
         seconds.append(time.monotonic() - began_s)
         await watch.whole(also=up_on(*NODES, boots=before))
     record(
         "`kubectl rollout restart` of the DaemonSet, twice in a row",
-        f"{seconds[0]:.0f} s and {seconds[1]:.0f} s (3 x 10 s of each are `minReadySeconds`); {await clean(watch)}",
+        f"{seconds[0]:.0f} s and {seconds[1]:.0f} s (3 x 10 s of each are `minReadySeconds`); {await watch.clean()}",
     )
 
 
@@ -102,7 +89,7 @@ async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, r
     record("`kill -9` of a worker", f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s")
 
     await cluster.train()
-    before, watch = await boots(cluster), await cluster.watch()
+    before, watch = await cluster.boots(), await cluster.watch()
     script = "kill -9 $(ps -eo pid,args | awk '/agents.shell.cli/ && !/awk/ {print $1; exit}')"
     watch.act()
     await asyncio.to_thread(cluster.inside, cluster.pod_on("n1"), "sh", "-c", script)
@@ -110,7 +97,7 @@ async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, r
     joined_s = watch.told("NodeJoined")
     record(
         "the agent killed in its container",
-        f"the next one has joined after {joined_s:.1f} s, with the same worker; {await clean(watch)}",
+        f"the next one has joined after {joined_s:.1f} s, with the same worker; {await watch.clean()}",
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.containers.cluster import Watch
+from tests.containers.oci import cgroup_version
 from tests.kubernetes.cluster import HEAD, Cluster, up_on
 from tests.kubernetes.machine import NODES, wait_until
 
@@ -51,23 +52,33 @@ async def test_head_that_ends_is_followed(cluster: Cluster, record: Record) -> N
 async def test_killed_server_of_head_is_replaced(cluster: Cluster, record: Record) -> None:
     await cluster.train()
     watch = await cluster.watch()
+    server = await asyncio.to_thread(server_of_head, cluster)
     watch.act()
-    script = "kill -9 $(ps -eo pid,comm | awk '/nats-server/ {print $1; exit}')"
-    await asyncio.to_thread(cluster.inside, HEAD, "sh", "-c", script)
-    await asyncio.sleep(5)
-    live_s = await cluster.ready_again()
+    await asyncio.to_thread(cluster.inside, HEAD, "kill", "-9", server)
+
+    def is_replaced() -> bool:
+        return server_of_head(cluster) not in ("", server) and cluster.is_live()
+
+    await asyncio.to_thread(wait_until, is_replaced, 30, "live head on another server")
+    live_s = time.monotonic() - watch.began_s
     await cluster.training(None)
-    assert not watch.lines("NodeLost") and live_s < 10
-    record("the head's nats-server killed", "live again within 5 s, no node lost")
+    assert not watch.lines("NodeLost"), watch.said("NodeLost")
+    record("the head's nats-server killed", f"live again after {live_s:.1f} s, no node lost")
+
+
+def server_of_head(cluster: Cluster) -> str:
+    """Return the process id of the head's nats-server, "" where it has none."""
+    return cluster.inside(HEAD, "sh", "-c", "ps -eo pid,comm | awk '$2 == \"nats-server\" {print $1; exit}'")
 
 
 def processes_of(node: str) -> list[int]:
-    """Return all that runs in pods of a machine."""
-    found = []
-    for path in Path("/sys/fs/cgroup").glob(f"memory/unicron-kubernetes-{node}/**/cgroup.procs"):
+    """Return all that runs in pods of a machine, by cgroups of either version."""
+    place = "" if cgroup_version() == 2 else "memory/"
+    processes = []
+    for path in Path("/sys/fs/cgroup").glob(f"{place}unicron-kubernetes-{node}/**/cgroup.procs"):
         with contextlib.suppress(OSError):
-            found += [int(pid) for pid in path.read_text().split()]
-    return [pid for pid in found if pid > 0]
+            processes += [int(pid) for pid in path.read_text().split()]
+    return [pid for pid in processes if pid > 0]
 
 
 async def test_dead_machine_of_head_is_left(cluster: Cluster, record: Record) -> None:
@@ -77,7 +88,9 @@ async def test_dead_machine_of_head_is_left(cluster: Cluster, record: Record) ->
     watch.act()
     machine.link(node, "down")
     machine.stop(f"kubelet-{node}")
-    for pid in processes_of(node):
+    processes = processes_of(node)
+    assert processes, f"no cgroup of {node} holds a process"
+    for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     taint = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"

@@ -87,7 +87,7 @@ async def test_lost_volume_is_restored_from_backup(cluster: Cluster, record: Rec
     backup, restore = commands("A lost volume")
     shutil.rmtree(cluster.volumes / "unicron-checkpoints" / "unicron-1", ignore_errors=True)
     await run(cluster, backup)
-    place = cluster.volumes / f"log-{HEAD}"
+    place, agents = cluster.volumes / f"log-{HEAD}", uids(cluster)
     await stand_still(cluster)
     shutil.rmtree(place / "state")
     began_s = time.monotonic()
@@ -97,11 +97,20 @@ async def test_lost_volume_is_restored_from_backup(cluster: Cluster, record: Rec
     await go_on(cluster)
     await cluster.until("all agents", up_on(*NODES))
     await cluster.training(None)
+    assert uids(cluster) == agents
     record(
-        "the head's volume lost, a head on an empty one; a [backup restored](#a-lost-volume)",
-        f"the task trains again {time.monotonic() - began_s:.0f} s after the loss, of it four pods of the "
-        "head one after another; agents stayed as they were",
+        "the head's volume lost, a head on an empty one, which no agent follows; a [backup restored](#a-lost-volume)",
+        f"the task trains again {time.monotonic() - began_s:.0f} s after the loss, of it three pods of the "
+        "head one after another; agents' pods stayed as they were",
     )
+
+
+def uids(cluster: Cluster) -> set[str]:
+    """Return the agents' pods, each by what no other pod ever has, and how often its containers have started."""
+    return {
+        f"{pod['metadata']['uid']} {[status['restartCount'] for status in pod['status']['containerStatuses']]}"
+        for pod in cluster.pods().values()
+    }
 
 
 async def go_on_as_stranger(cluster: Cluster) -> None:
@@ -109,6 +118,9 @@ async def go_on_as_stranger(cluster: Cluster) -> None:
     await run(cluster, commands("The head stands still")[1])
     state = cluster.volumes / f"log-{HEAD}" / "state"
     await asyncio.to_thread(wait_until, (state / "log.json").exists, 60, "new log")
+    await asyncio.to_thread(wait_until, cluster.is_live, 60, "live head")
+    await asyncio.sleep(10)
+    assert not (await cluster.state())[0].nodes, "an agent follows a head of another CA"
 
 
 async def test_log_begins_anew(cluster: Cluster, record: Record) -> None:
@@ -135,17 +147,32 @@ async def test_full_volume_is_told_and_left(cluster: Cluster, record: Record) ->
     await stand_still(cluster)
     mount = f"mount -t tmpfs -o size=300m,mode=777 none {place}"
     cluster.machine.call("sh", "-ec", f"cp -a {place} {place}.kept; {mount}; cp -a {place}.kept/. {place}")
+    try:
+        await go_on(cluster)
+        seen = await fill_and_make_room(cluster)
+        await stand_still(cluster)
+        cluster.machine.call("sh", "-ec", f"rm -rf {place}.kept; cp -a {place} {place}.kept")
+    finally:
+        cluster.machine.call("umount", "-l", str(place))
+    cluster.machine.call("sh", "-ec", f"cp -a {place}.kept/. {place}; rm -rf {place}.kept {place}/filling")
     await go_on(cluster)
     await cluster.training(None)
+    record("the head's [volume is full](#a-full-volume); then there is room again", seen)
+
+
+async def fill_and_make_room(cluster: Cluster) -> str:
+    """Have the head's volume fill up, and its ballast go, as the page says; return what was seen."""
+    ballast, room = commands("A full volume")
+    await run(cluster, ballast)
+    await cluster.training(None)
     watch = await cluster.watch()
-    fill = "dd if=/dev/zero of=/var/lib/unicron/ballast bs=64k 2>/dev/null; true"
+    fill = "dd if=/dev/zero of=/var/lib/unicron/filling bs=64k 2>/dev/null; true"
     await asyncio.to_thread(cluster.inside, HEAD, "sh", "-c", fill)
     watch.act()
     await asyncio.to_thread(wait_until, lambda: not cluster.is_live(), 120, "complaint")
     health = await asyncio.to_thread(lambda: cluster.client.health())
     told_s = time.monotonic() - watch.began_s
-    (blocks,) = commands("A full volume")
-    await run(cluster, blocks)
+    await run(cluster, room)
     try:
         await asyncio.to_thread(wait_until, cluster.is_live, 60, "live head")
         by = "by itself"
@@ -155,12 +182,4 @@ async def test_full_volume_is_told_and_left(cluster: Cluster, record: Record) ->
         by = "once the pod is deleted"
     await cluster.training(None)
     assert not watch.lines("NodeLost"), watch.said("NodeLost")
-    await stand_still(cluster)
-    cluster.machine.call("sh", "-ec", f"rm -rf {place}.kept/*; cp -a {place}/. {place}.kept; umount -l {place}")
-    cluster.machine.call("sh", "-ec", f"cp -a {place}.kept/. {place}; rm -rf {place}.kept")
-    await go_on(cluster)
-    await cluster.training(None)
-    record(
-        "the head's [volume is full](#a-full-volume); then there is room again",
-        f"told after {told_s:.0f} s: *{health.get('trouble') or health['status']}*; it goes on {by}, no node lost",
-    )
+    return f"told after {told_s:.0f} s: *{health.get('trouble') or health['status']}*; it goes on {by}, no node lost"
