@@ -22,6 +22,7 @@ from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.checks import authority, costs
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.invariants import Violation
+from unicrond.replay.simulation.checks.one_way import OneWayRecord
 from unicrond.replay.simulation.checks.outages import OutageRecord
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
@@ -55,6 +56,7 @@ class InvariantChecker:
         #: What people bring: their tasks, and whether nothing but these may fail.
         self.people = PeopleRecord()
         self.outages = OutageRecord()
+        self.ways = OneWayRecord()
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         #: What was decided last on one state.
@@ -137,6 +139,8 @@ class InvariantChecker:
         for rule, story in self.people.on_entry(before, self.states, entry, self.touched):
             self.record_breach(rule, story)
         for rule, story in self.outages.on_entry(before, self.states, entry, self.touched, self.policy):
+            self.record_breach(rule, story)
+        for rule, story in self.ways.on_entry(event):
             self.record_breach(rule, story)
         if envelope.term == before.term:
             self._ruling(self.states[envelope.based_on], event)

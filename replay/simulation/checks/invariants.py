@@ -36,6 +36,7 @@ from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import schema_of
 from unicrond.replay.simulation.checks.judgement import JUDGEMENT_RULES
+from unicrond.replay.simulation.checks.one_way import ONE_WAY_RULES
 from unicrond.replay.simulation.checks.outages import OUTAGE_RULES
 from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle_totals
 from unicrond.views.goodput_report import open_report, reading, report
@@ -90,6 +91,7 @@ RULES: dict[str, str] = {
     "nodes_are_seen": "At rest every node that runs is up and takes work.",
     **JUDGEMENT_RULES,
     **OUTAGE_RULES,
+    **ONE_WAY_RULES,
 }
 
 

@@ -83,6 +83,11 @@ class Coordinators:
         return [head for head in self.heads if head.alive]
 
     @property
+    def leads(self) -> bool:
+        """Check that the head lives that claimed the newest term."""
+        return self._leader is not None and self._leader.alive
+
+    @property
     def links(self) -> list[Link]:
         """List the living heads' links to the log."""
         return [head.log.link for head in self.living]

@@ -64,6 +64,7 @@ class SimulatedProber:
                 peer=peer,
                 condition="good" if is_good else "silent",
                 took_us=int((ANSWER_S if is_good else LIMIT_S) * 1e6),
+                hears_peer=not is_good and self._network.reach.carries(peer, self._node),
             )
             for peer, is_good in conditions
         ]

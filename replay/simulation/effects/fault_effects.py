@@ -11,17 +11,18 @@ from msgspec.structs import replace
 from unicrond.agents.core.state import AcceleratorSaw
 from unicrond.replay.simulation.cluster.host import Host
 from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
-from unicrond.replay.simulation.effects import forgeries, people_effects, program_effects
-from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, is_calm
+from unicrond.replay.simulation.effects import forgeries, link_effects, people_effects, program_effects
+from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, is_calm, is_one_way
 
-#: A node that lives beats once in this time.
-_BEAT_US = 1_100_000
 #: Faults of the connections between nodes.
 _OF_LINKS = ("break_links", "cut_peers", "isolate", "sick_links")
 
 
 def arrange(world: World, faults: list[SimulatedFault]) -> None:
     """Schedule the faults for their times."""
+    if any(map(is_one_way, faults)):
+        world.checker.ways.alone = all(map(is_one_way, faults))
+        link_effects.watch_ways(world)
     for fault in faults:
         world.checker.touched |= {*fault.nodes}
         world.checker.people.calm &= is_calm([fault])
@@ -267,90 +268,6 @@ def _break_fork_line(world: World, fault: SimulatedFault) -> None:
             host.agent.lose_fork_server(has_died=False)
 
 
-# --- networks ------------------------------------------------------------------------------------
-
-
-def _cut_log(world: World, fault: SimulatedFault) -> None:
-    """Cut the nodes off from the log alone: their workers continue with their peers. `hears`, `is_heard` (in tests):
-    that way only."""
-    for host in hosts_of(world, fault):
-        if fault.how:
-            setattr(host.link, fault.how, False)
-            until(world, fault, lambda host=host: setattr(host.link, fault.how, True))  # type: ignore[misc]
-            continue
-        host.link.cut = True
-        if fault.pick == 5:
-            world.loop.call_later(0.8 * fault.for_s, people_effects.forget, world, host)
-        until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
-
-
-def _all_silent(world: World, fault: SimulatedFault) -> None:
-    """Cut all nodes off from the log at once, as a wrong password or name does; `head_anew`: the head begins anew
-    meanwhile."""
-    since_us = world.log_clock.wall_us()
-
-    def silenced(beat_at_us: int) -> bool:
-        """Return whether a node whose last beat came then was cut off with all others, and all still are."""
-        machines = [*world.hosts.values(), *(host.twin for host in world.hosts.values() if host.twin is not None)]
-        with_others = -_BEAT_US < beat_at_us - since_us < _BEAT_US
-        return with_others and all(host.link.cut for host in machines)
-
-    for host in world.hosts.values():
-        host.link.cut = True
-        until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
-    world.checker.people.silenced = silenced
-    if fault.how == "head_anew":
-        _crash_coordinator(world, replace(fault, how=""))
-
-
-def _domain_down(world: World, fault: SimulatedFault) -> None:
-    """Switch the nodes of a domain off, and on again, together or `late`: one after the other; or `cut` them off from
-    the log and the others. Without domains, or with one of all nodes: all but the first."""
-    names = sorted({host.domain for host in world.hosts.values()})
-    hosts = [host for host in world.hosts.values() if host.domain == names[fault.pick % len(names)]]
-    hosts = hosts[1:] if len(hosts) == len(world.hosts) else hosts
-    if fault.how == "cut":
-        _isolate(world, replace(fault, how="", nodes=tuple(host.name for host in hosts), pick=0))
-        return
-    for place, host in enumerate(hosts):
-        host.power_off()
-        for_s = fault.for_s + (2.5 * place if fault.how == "late" else 0.0)
-        until(world, replace(fault, for_s=for_s), host.power_on)
-
-
-def _cut_peers(world: World, fault: SimulatedFault) -> None:
-    """Cut the nodes off from their peers alone; `pair`: the first two from each other."""
-    reach = world.training.reach
-    if fault.how == "pair":
-        node, peer = fault.nodes
-        reach.cut(node, peer)
-        until(world, fault, lambda: reach.mend(node, peer))
-        return
-    for host in hosts_of(world, fault):
-        for peer in world.hosts:
-            reach.cut(host.name, peer)
-            until(world, fault, lambda node=host.name, peer=peer: reach.mend(node, peer))  # type: ignore[misc]
-
-
-def _isolate(world: World, fault: SimulatedFault) -> None:
-    _cut_log(world, fault)
-    _cut_peers(world, fault)
-
-
-def _bad_weather(world: World, fault: SimulatedFault) -> None:
-    hosts = hosts_of(world, fault)
-    for link in [host.link for host in hosts] + world.coordinators.links:
-        if fault.how in ("loss", "all"):
-            link.loss = 0.25
-        if fault.how in ("repeats", "all"):
-            link.repeats = 0.3
-            link.in_order = False
-        if fault.how in ("delay", "all"):
-            link.delay_s = (0.001, 0.7)
-            link.in_order = False
-        until(world, fault, link.heal)
-
-
 #: The effect of each kind of fault of faults.py.
 EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "crash_coordinator": _crash_coordinator,
@@ -387,12 +304,12 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "break_links": _break_links,
     "break_worker_line": _break_worker_line,
     "break_fork_line": _break_fork_line,
-    "cut_log": _cut_log,
-    "all_silent": _all_silent,
-    "domain_down": _domain_down,
-    "cut_peers": _cut_peers,
-    "isolate": _isolate,
-    "bad_weather": _bad_weather,
+    "cut_log": link_effects.cut_log,
+    "all_silent": link_effects.all_silent,
+    "domain_down": link_effects.domain_down,
+    "cut_peers": link_effects.cut_peers,
+    "isolate": link_effects.isolate,
+    "bad_weather": link_effects.bad_weather,
     "step_clock": _step_clock,
     "step_log_clock": _step_log_clock,
     "redeliver": _redeliver,

@@ -124,6 +124,10 @@ LIARS = 0.2
 LARGE_KINDS: Table = {"large_events": (1, 10.0, ("3", "12"), 0)}
 #: The share of seeds in which one does.
 LARGE = 0.1
+#: Likewise: links that carry one way only, of a node to the log, or between nodes.
+ONE_WAY_KINDS: Table = {"cut_log": (3, 15.0, ("hears", "is_heard"), 2), "cut_peers": (2, 12.0, ("one_way",), 2)}
+#: The share of seeds with such links, and of these the share in which nothing else goes wrong.
+ONE_WAY, ONE_WAY_ALONE = 0.15, 0.5
 #: Of FAULT_KINDS, those in which nothing of the cluster fails.
 CALM_KINDS = ("cordon", "maintain", "end_agent", "cancel")
 #: The share of seeds whose people bring garbage, and of these the share in which nothing else goes wrong.
@@ -131,7 +135,16 @@ GARBAGE, ALONE = 0.25, 0.6
 
 
 def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list[SimulatedFault]:
-    """Draw the whole history of a seed: its faults, and in some seeds outages, or what people and programs bring."""
+    """Draw the whole history of a seed: its faults, and in some seeds outages, links that carry one way only, or what
+    people and programs bring."""
+    faults, ways = _history_of(rng_of, nodes), rng_of("links")
+    if ways.random() >= ONE_WAY:
+        return faults
+    faults = [] if ways.random() < ONE_WAY_ALONE else faults
+    return sorted(faults + _draw(ways, ONE_WAY_KINDS, ways.randint(1, 2), nodes), key=lambda fault: fault.at_s)
+
+
+def _history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list[SimulatedFault]:
     rng = rng_of("programs")
     faults = draw(rng_of("faults"), nodes)
     domains = rng_of("domains")
@@ -166,6 +179,11 @@ def _with_outages(rng: random.Random, faults: list[SimulatedFault], nodes: list[
 def is_calm(faults: Iterable[SimulatedFault]) -> bool:
     """Return whether nothing of the cluster itself fails in the history."""
     return all(fault.kind in CALM_KINDS or fault.kind in PROGRAM_KINDS for fault in faults)
+
+
+def is_one_way(fault: SimulatedFault) -> bool:
+    """Return whether the fault is a link that carries one way only."""
+    return fault.kind in ONE_WAY_KINDS and fault.how in ONE_WAY_KINDS[fault.kind][2]
 
 
 def draw(rng: random.Random, nodes: list[str]) -> list[SimulatedFault]:

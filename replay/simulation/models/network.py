@@ -7,13 +7,14 @@ Rules
   repeats its request, as the real clients do.
 * A `Pipe` is one direction of a local socket: in order, nothing lost, until either end closes it. Messages in flight
   are lost then.
-* `Reach` says which nodes can talk to each other (the peers' network), apart from the log's links.
+* `Reach` says which nodes can talk to each other (the peers' network), and which way, apart from the log's links.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -100,22 +101,30 @@ class Reach:
     """The network among the nodes: every pair can communicate, but for those that are cut."""
 
     def __init__(self) -> None:
-        self._cut: dict[frozenset[str], int] = {}
+        #: By sender and receiver, how many cuts there are.
+        self._cuts: Counter[tuple[str, str]] = Counter()
 
-    def cut(self, node: str, peer: str) -> None:
-        """Cut the two off from each other. Cuts nest: as many `mend`s are needed."""
-        pair = frozenset((node, peer))
-        self._cut[pair] = self._cut.get(pair, 0) + 1
+    def cut(self, node: str, peer: str, *, one_way: bool = False) -> None:
+        """Cut the two off from each other; `one_way`: what the node sends does not arrive, what the peer sends does.
+        Cuts nest: as many `mend`s are needed."""
+        self._cuts.update(_ways(node, peer, one_way=one_way))
 
-    def mend(self, node: str, peer: str) -> None:
+    def mend(self, node: str, peer: str, *, one_way: bool = False) -> None:
         """Undo one cut."""
-        pair = frozenset((node, peer))
-        self._cut[pair] = max(0, self._cut.get(pair, 0) - 1)
+        self._cuts -= Counter(_ways(node, peer, one_way=one_way))
 
     def heal(self) -> None:
         """Remove all cuts."""
-        self._cut.clear()
+        self._cuts.clear()
+
+    def carries(self, sender: str, receiver: str) -> bool:
+        """Return whether what the one sends arrives at the other."""
+        return sender == receiver or (sender, receiver) not in self._cuts
 
     def reaches(self, node: str, peer: str) -> bool:
-        """Return whether the two can talk to each other (every node can to itself)."""
-        return node == peer or not self._cut.get(frozenset((node, peer)))
+        """Return whether the two can talk to each other (every node can to itself): a connection needs both ways."""
+        return self.carries(node, peer) and self.carries(peer, node)
+
+
+def _ways(node: str, peer: str, *, one_way: bool) -> tuple[tuple[str, str], ...]:
+    return ((node, peer),) if one_way else ((node, peer), (peer, node))

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from unicrond.core.deciding import batch, memberships
-from unicrond.core.folding import silence
+from unicrond.core.folding import nodes, silence
 from unicrond.core.nodes import brakes, outages
 from unicrond.core.nodes.deafness import Deafness
+from unicrond.core.nodes.liveness import Liveness
 from unicrond.core.planning.problem import TURNS_MAX, TaskProblem
 from unicrond.core.rules import admission, pinning, plan_problems
 from unicrond.core.state.changes import with_node
@@ -133,6 +134,29 @@ def _end_all_strays() -> None:
     patch(batch, "STRAY_STOPS_MAX", lambda _: 10**6)
 
 
+def _believe_the_deaf() -> None:
+    patch(v.Heartbeat, "echo_lag", lambda _: property(lambda beat: 0))
+
+
+def _blame_returns() -> None:
+    def make(count_return: Any) -> Any:
+        """Wrap `_count_return`."""
+
+        def flapping(state: Any, node: Any) -> Any:
+            """Count the return as often as a node may return, and once more."""
+            for _ in range(4):
+                node = count_return(state, node)
+            return node
+
+        return flapping
+
+    patch(nodes, "_count_return", make)
+
+
+def _ignore_returns() -> None:
+    patch(Liveness, "_beats_again", lambda _: lambda *situation: False)
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -148,5 +172,8 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "count_each_return": Mutant("a node that is back is planned for before the others", _count_each_return),
     "hold_against_the_domain": Mutant("a node that is lost with others flaps by it", _hold_against_the_domain),
     "end_all_strays": Mutant("each process that a node invents is ordered to end, all at once", _end_all_strays),
+    "believe_the_deaf": Mutant("a node that is heard and hears nothing is well", _believe_the_deaf),
+    "blame_returns": Mutant("a node that has been away once has flapped", _blame_returns),
+    "ignore_returns": Mutant("a lost node whose beats are heard again stays lost", _ignore_returns),
     "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }
