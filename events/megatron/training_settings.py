@@ -24,6 +24,7 @@ import msgspec
 
 from unicrond.events.host.masking import PATTERN_MASK, is_secret_flag
 from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.vocabulary.tasks import TaskSpec
 
 _VALUE_CHARS = 60
@@ -124,21 +125,26 @@ def _without_secrets(args: Iterable[str]) -> list[str]:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str], leave_out: Collection[str] = ()) -> list[str]:
-    """Return what differs, a text for each: "seed: 1234 before, 7 now"; the most telling names first. `leave_out`:
+    """Return what differs, a line for each: "seed: 1234 before, 7 now"; the most telling names first. `leave_out`:
     names that do not count."""
     before, now = ({**settings, **_DEFAULTS, **settings} for settings in (before, now))
     return [
-        f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
+        f"{clean(name)}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
         for name in dict.fromkeys((*before, *now))
         if before.get(name) != now.get(name) and name not in leave_out
     ]
 
 
+def listed(changes: list[str]) -> str:
+    """Return the first changes, and how many there are beside them."""
+    more = f", and {len(changes) - _NAMED_MAX} more" if len(changes) > _NAMED_MAX else ""
+    return f"{'; '.join(changes[:_NAMED_MAX])}{more}"
+
+
 def refusal(task: str, changes: list[str]) -> str:
     """Return the sentence by which a task is refused whose name has states of other settings."""
-    more = f", and {len(changes) - _NAMED_MAX} more" if len(changes) > _NAMED_MAX else ""
     return (
-        f"the saved states of task {task} were made with other settings ({'; '.join(changes[:_NAMED_MAX])}{more});"
+        f"the saved states of task {task} were made with other settings ({listed(changes)});"
         " submit it with --resume to go on from them all the same, with --restart to begin anew (they are kept), or"
         " with --fork NAME to begin another task from them"
     )
@@ -147,6 +153,8 @@ def refusal(task: str, changes: list[str]) -> str:
 def _shown(value: str | None) -> str:
     if value is None:
         return "not given"
+    if not value.isprintable():
+        value = repr(value)
     if len(value) > _VALUE_CHARS:
         return f"{value[:_VALUE_CHARS]}..."
     return value or "empty"

@@ -31,6 +31,7 @@ FLAGS = (
 )
 MEGATRON = TaskSpec(name="big", entry="megatron-lm", args=tuple(FLAGS.split()), seed=7, global_batch=16, iterations=500)
 
+CKPT = replace(GPT, iterations=10**6, checkpoint=CheckpointSpec(dir="/ckpt"))
 HELD = KeptState(node="n1", shard=0, iteration=5, generation=1, origin="n1", size_bytes=1)
 
 settings = st.dictionaries(st.sampled_from("abcd"), st.text(max_size=80), max_size=4)
@@ -65,9 +66,8 @@ def test_differences_are_what_differs(before: dict[str, str], now: dict[str, str
 
 @given(settings, settings)
 def test_refusal_is_one_sentence(before: dict[str, str], now: dict[str, str]) -> None:
-    before, now = ({name: value.replace("\n", "") for name, value in part.items()} for part in (before, now))
     sentence = refusal("big", differences(before, now))
-    assert "\n" not in sentence and all(flag in sentence for flag in ("--resume", "--restart", "--fork NAME"))
+    assert sentence.isprintable() and all(flag in sentence for flag in ("--resume", "--restart", "--fork NAME"))
     assert len(sentence) < 1000
 
 
@@ -161,6 +161,11 @@ def test_field_that_is_added_refuses_no_state_of_before(part: str) -> None:
     assert differences(old, new) == [f"{part}.{field}: {default} before, 0.5 now"]
 
 
+def test_refusal_tells_values_apart_that_differ_in_control_characters() -> None:
+    before, now = ({"--prompt\n": value} for value in ("a\tb", "a\nb"))
+    assert refusal("big", differences(before, now)).count(r"--prompt: 'a\tb' before, 'a\nb' now") == 1
+
+
 def test_long_values_are_cut() -> None:
     (text,) = differences({"--data-path": "x" * 500}, {})
     assert text == f"--data-path: {'x' * 60}... before, not given now"
@@ -197,13 +202,25 @@ def test_outlook_says_where_task_goes_on() -> None:
     start = TaskStart(run_id="r")
     same = resubmission(state, replace(spec, max_workers=1), start)
     assert same.problem == "" and same.outlook.endswith("the last run of its name, after iteration 5 or later")
-    done = resubmission(state, replace(spec, iterations=5, optimizer=replace(spec.optimizer)), start)
+    done = resubmission(state, replace(spec, iterations=5), start)
     assert "optimizer.decay_iterations" in done.problem
     done = resubmission(state, replace(spec, iterations=5), replace(start, mode="resume"))
     assert "with other settings" in done.outlook and "nothing is left to train" in done.outlook
-    restart = resubmission(state, replace(spec, seed=9), replace(start, mode="restart"))
-    assert restart.problem == "" and restart.outlook.endswith("/before-r")
     assert resubmission(state, replace(spec, name="new"), start) == Resubmission()
+    resume = resubmission(state, replace(CKPT, name="new"), replace(start, mode="resume"))
+    assert resume.outlook.endswith("from the newest state in /ckpt, whatever that was made with")
+    other = replace(spec, seed=9, global_batch=16, data="/d", model=replace(spec.model, dropout=0.1))
+    resume = resubmission(state, other, replace(start, mode="resume"))
+    assert resume.outlook.count(" before, ") == 3 and "and 1 more)" in resume.outlook
+
+
+@pytest.mark.parametrize("saved", [0, 5])
+@pytest.mark.parametrize("name", ["big", "new"])
+def test_restart_says_what_becomes_of_states_it_may_find(saved: int, name: str) -> None:
+    """Also where the log knows of none: another log's may lie there."""
+    restart = resubmission(ended(saved=saved).state, replace(CKPT, name=name), TaskStart(run_id="r", mode="restart"))
+    begins = "it begins from its seed, or from what its program loads"
+    assert restart == ("", f"{begins}; what /ckpt holds of earlier runs is kept in /ckpt/before-r", ())
 
 
 def test_outlook_says_that_states_are_looked_for_elsewhere() -> None:
@@ -250,7 +267,8 @@ def test_run_takes_states_of_runs_that_the_head_has_compared() -> None:
 
 def test_task_without_states_may_be_anything() -> None:
     state = ended(saved=0).state
-    assert resubmission(state, replace(state.tasks["big"].spec, seed=9), TaskStart(run_id="r")) == Resubmission()
+    outcome = resubmission(state, replace(state.tasks["big"].spec, seed=9), TaskStart(run_id="r"))
+    assert outcome == ("", "its last run has saved no state: it begins as if that had not been", ())
 
 
 def test_directory_of_task_that_trains_is_no_others() -> None:
@@ -275,11 +293,28 @@ def test_fork_needs_a_state() -> None:
     state = ended().state
     spec = replace(state.tasks["big"].spec, name="fork")
     start = TaskStart(mode="fork", run_id="r", source="big", source_dir="/c")
-    assert resubmission(state, spec, start).outlook.endswith("task big on storage, after iteration 5 or later")
+    assert resubmission(state, spec, start).outlook.endswith("task big in /c, after iteration 5 or later")
     assert resubmission(state, spec, replace(start, source="gone")).outlook.endswith("of task gone in /c")
+    assert "; nothing is left to train" in resubmission(state, replace(spec, iterations=5), start).outlook
+    assert resubmission(ended(saved=0).state, spec, start).outlook.endswith(
+        "newest state of task big in /c, which that has reported none in yet: without one the fork fails"
+    )
     new = MiniCluster(seed=1)
     new.submit("big", max_workers=2)
     assert "has saved no state yet" in resubmission(new.state, spec, start).problem
+    task = new.state.tasks["big"]
+    resumed = with_task(new.state, replace(task, spec=replace(task.spec, start=TaskStart(continues=("b",)))))
+    assert resubmission(resumed, spec, start).problem == "", "those of the runs before may lie there"
+
+
+def test_fork_of_name_that_was_used_says_what_becomes_of_its_states() -> None:
+    cluster = ended()
+    task = cluster.state.tasks["big"]
+    state = with_task(cluster.state, replace(task, spec=replace(task.spec, name="fork")))
+    start = TaskStart(mode="fork", run_id="r", source="big", source_dir="/c")
+    fork = resubmission(state, replace(CKPT, name="fork"), start)
+    assert fork.outlook.endswith("or later; what /ckpt holds of earlier runs is kept in /ckpt/before-r")
+    assert "earlier runs" not in resubmission(cluster.state, replace(CKPT, name="fork"), start).outlook
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,15 @@ from typing import NamedTuple
 
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine
-from unicrond.events.megatron.training_settings import differences, refusal, settings_of
+from unicrond.events.megatron.training_settings import differences, listed, refusal, settings_of
 from unicrond.events.vocabulary import TaskSpec, TaskStart
 
 #: Earlier runs whose states a run takes, at most: of so many none has a state left on storage, which keeps a few.
 CONTINUED_MAX = 16
+_UNKNOWN_RUN = (
+    "no run of its name is known here: it goes on from the newest state in {directory}, whatever that was made with"
+)
+_NO_STATE = "its last run has saved no state: it begins as if that had not been"
 
 
 class Resubmission(NamedTuple):
@@ -43,20 +47,22 @@ def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resub
             f"checkpoint.dir: {spec.checkpoint.dir} is that of task {sharer}, which trains; give another directory"
         )
         return Resubmission(problem=problem)
-    if start.mode == "fork":
-        return _fork(state.tasks.get(start.source), spec, start)
     previous = state.tasks.get(spec.name)
+    if start.mode == "fork":
+        outcome = _fork(state.tasks.get(start.source), spec, start)
+        return outcome._replace(outlook=outcome.outlook + _archive(spec, start)) if previous else outcome
     if start.mode == "restart":
-        archive = f"; saved states are kept in {spec.checkpoint.dir}/before-{start.run_id}" if previous else ""
-        return Resubmission(outlook=f"it begins from its seed, or from what its program loads{archive}")
+        return Resubmission(outlook=f"it begins from its seed, or from what its program loads{_archive(spec, start)}")
     if previous is None:
-        return Resubmission()
+        return Resubmission(
+            outlook=_UNKNOWN_RUN.format(directory=spec.checkpoint.dir) if start.mode == "resume" else ""
+        )
     changes = differences(settings_of(previous.spec), settings_of(spec))
     continues = () if changes and start.mode != "resume" else _runs(previous)
     directory, earlier = (normpath(part.checkpoint.dir or spec.checkpoint.dir) for part in (spec, previous.spec))
     stored = previous.progress.checkpoint_iteration if directory == earlier else 0
     if not stored and not previous.copies.holdings and directory == earlier:
-        return Resubmission(continues=continues)
+        return Resubmission(outlook=_NO_STATE, continues=continues)
     if changes and start.mode != "resume" and (stored or previous.copies.holdings):
         return Resubmission(problem=f"name: {refusal(spec.name, changes)}")
     if directory == earlier:
@@ -65,10 +71,8 @@ def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resub
         memory = " and in the memory of its nodes" if previous.copies.holdings else ""
         outlook = f"it looks for states in {directory}{memory}, not in {earlier}, the checkpoint.dir of its last run"
     if changes and start.mode == "resume":
-        outlook += f", with other settings ({'; '.join(changes)})"
-    if stored >= spec.iterations:
-        outlook += "; nothing is left to train: raise iterations, or give --restart or --fork NAME"
-    return Resubmission(outlook=outlook, continues=continues)
+        outlook += f", with other settings ({listed(changes)})"
+    return Resubmission(outlook=outlook + _rest(stored, spec), continues=continues)
 
 
 def _sharer(state: ClusterState, spec: TaskSpec) -> str:
@@ -91,19 +95,34 @@ def _runs(previous: Task) -> tuple[str, ...]:
     return (start.run_id, *start.continues)[:CONTINUED_MAX] if start is not None else ()
 
 
+def _archive(spec: TaskSpec, start: TaskStart) -> str:
+    """Say what becomes of states that a run which begins anew finds in its directory."""
+    directory = spec.checkpoint.dir
+    return f"; what {directory} holds of earlier runs is kept in {directory}/before-{start.run_id}"
+
+
+def _rest(iteration: int, spec: TaskSpec) -> str:
+    """Say so where a task that goes on after `iteration` has nothing to do; else ""."""
+    if iteration < spec.iterations:
+        return ""
+    return f"; nothing is left to train: give more iterations than {iteration}, or --restart"
+
+
 def _fork(source: Task | None, spec: TaskSpec, start: TaskStart) -> Resubmission:
-    if source is not None and not source.progress.checkpoint_iteration and not source.progress.best_iteration:
+    origin = f"it begins from the newest state of task {start.source} in {start.source_dir}"
+    if source is None:
+        return Resubmission(outlook=origin)
+    stored, continues = source.progress.checkpoint_iteration, source.spec.start and source.spec.start.continues
+    if not stored and not source.progress.best_iteration and not continues:
         problem = f"start: task {start.source} has saved no state yet; wait for one (`unicronctl describe task"
         return Resubmission(problem=f"{problem} {start.source}`)")
     directory = _program_directory(spec)
-    if source is not None and directory and directory == _program_directory(source.spec):
+    if directory and directory == _program_directory(source.spec):
         text = f"args: --save names the directory of task {start.source} ({directory}); give the fork another"
         return Resubmission(problem=f"{text}, it would overwrite the checkpoints there")
-    if source is None:
-        return Resubmission(outlook=f"it begins from the newest state of task {start.source} in {start.source_dir}")
-    return Resubmission(
-        outlook=f"it begins from the newest state of task {start.source} on storage{_iteration(source)}"
-    )
+    if not stored:
+        return Resubmission(outlook=f"{origin}, which that has reported none in yet: without one the fork fails")
+    return Resubmission(outlook=f"{origin}{_iteration(source)}{_rest(stored, spec)}")
 
 
 def _program_directory(spec: TaskSpec) -> str:
