@@ -113,6 +113,16 @@ def test_flipped_bit_of_one_of_two_accuses_nobody(server: ForkServer, tmp_path: 
         stop(rig, names(2))
 
 
+def test_task_that_is_to_go_on_makes_every_step_with_a_replica_at_fault(server: ForkServer, tmp_path: Path) -> None:
+    """It stays, as its eviction is held: the others accuse it once, and wait for nothing."""
+    with Rig(server, tmp_path, task("flip", "report")) as rig:
+        begin(rig, names(3))
+        rig.until(lambda: rig.completed)
+        assert {m.iteration for m in rig.of(CorruptionSuspected)} == {FLIPPED}
+        assert len(rig.of(CorruptionSuspected)) == 2 and not reports(rig)
+    assert len(digests(tmp_path, "t.2")) == ITERATIONS
+
+
 @pytest.mark.parametrize("is_evicted", [True, False])
 def test_flipped_bit_enters_no_step(server: ForkServer, tmp_path: Path, is_evicted: bool) -> None:
     """Of three, on the lead. The others accuse it before the step; whether it is given up or stays, all have the bits

@@ -84,6 +84,21 @@ def test_task_that_is_to_go_on_says_so_everywhere() -> None:
     assert TEXT in cluster.state.tasks["big"].ending.reason
 
 
+def test_no_replica_is_convicted_once_the_program_diverges() -> None:
+    cluster = diverging("report")
+    for reporter in range(3):
+        report(cluster, reporter)
+    task, workers = cluster.state.tasks["big"], members(cluster)
+    for worker in workers[1:]:
+        node = task.workers[worker].node
+        event = v.CorruptionSuspected(
+            node=node, task="big", worker=worker, generation=task.generation, iteration=5, sign="checksum",
+            suspect=workers[0], value=0.0, usual=0.0,
+        )  # fmt: skip
+        cluster.say(cluster.hosts[node], event)
+    assert blameless(cluster) and not cluster.state.tasks["big"].group.accusations
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_one_member_diverges_nobodys_task(replicas: int) -> None:
     cluster = diverging(replicas=replicas)

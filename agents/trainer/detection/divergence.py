@@ -5,8 +5,10 @@ Rules
 * *A replica's*: more than half of all replicas have the same, and it has something else. It is accused by the others.
 * *The program's*: no majority has the same; or a result differs on one and the same replica, where no majority is
   steady. Nobody is accused. So of two replicas neither is.
-* Parameters that replicas received with the state, and that were the same then, differ within NEWCOMER_ITERATIONS on
-  none but these: the program keeps something that is not part of the state. (Of faults of memory few come just then.)
+* A *newcomer* has received its state from a replica that trains, has had the same parameters as all others since, and
+  that in NEWCOMER_ITERATIONS at most. Where none but newcomers differ, the program keeps something that is not part of
+  the state. (Of faults of memory few come just then.) So no newcomer is accused, in whichever group it is by then. A
+  replica that receives the state because it was at fault is none.
 * Gradients of one micro-batch that differ by rounding (ROUNDING of their norm) are other kernels, devices or versions:
   no bits are kept then (`process/determinism.py`), but it is the same training.
 """
@@ -37,16 +39,18 @@ class ReplicaDifference(NamedTuple):
     odd: tuple[int, ...] = ()
 
 
-def judge_parameters(checksums: Sequence[int], newcomers: Collection[int], agreements: int) -> ReplicaDifference:
-    """Judge the checksums of all replicas' parameters, in rank order; 0: a replica made none. `newcomers`: the ranks
-    that have received their state in this group; `agreements`: how often all were the same in it."""
+def judge_parameters(checksums: Sequence[int], newcomers: Collection[int]) -> ReplicaDifference:
+    """Judge the checksums of all replicas' parameters, in rank order; 0: a replica made none. `newcomers`: their
+    ranks."""
     if 0 in checksums or len(set(checksums)) < 2:
         return ReplicaDifference()
     settled = {number for rank, number in enumerate(checksums) if rank not in newcomers}
-    if len(settled) == 1 and 0 < agreements <= NEWCOMER_ITERATIONS:
+    if len(settled) < 2:
         return ReplicaDifference("newcomer")
     minority = minority_ranks(checksums)
-    return ReplicaDifference("parameters") if minority is None else ReplicaDifference(odd=minority)
+    if minority is None:
+        return ReplicaDifference("parameters")
+    return ReplicaDifference(odd=tuple(rank for rank in minority if rank not in newcomers))
 
 
 def gradients_number(checksum: int, norm: float) -> int:

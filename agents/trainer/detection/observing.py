@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections import deque
@@ -31,7 +32,7 @@ from unicrond.agents.protocol.messages import GroupMembership, IterationCommitte
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS
 from unicrond.agents.trainer.detection.baseline import RECENT, SLOW, Baseline
 from unicrond.agents.trainer.detection.checksum import checksum, digest
-from unicrond.agents.trainer.detection.divergence import ReplicaDifference, judge_parameters
+from unicrond.agents.trainer.detection.divergence import NEWCOMER_ITERATIONS, ReplicaDifference, judge_parameters
 from unicrond.agents.trainer.detection.own_time import ComputeTime
 from unicrond.agents.trainer.detection.spikes import Spikes
 from unicrond.agents.trainer.detection.stragglers import StragglerFinding, Stragglers
@@ -61,17 +62,20 @@ class Sighting:
     """What one shard of a replica has measured in an iteration. Travels as a row of signed 64-bit integers.
 
     `compute_us`: see the rules; of all `micro_batches`. `norm`: of the gradient sums of its own micro-batches.
-    `checksum` of the parameters, 0: none was made.
+    `checksum` of the parameters, 0: none was made. `is_newcomer`: see `divergence.judge_parameters`.
     """
 
     compute_us: int
     micro_batches: int
     norm: float
     checksum: int
+    is_newcomer: bool = False
 
     def row(self) -> list[int]:
-        """Return four signed 64-bit integers; the norm as the bits of its float64."""
-        (norm_bits,) = struct.unpack("<q", struct.pack("<d", self.norm))
+        """Return four signed 64-bit integers; the norm as the bits of its float64. A newcomer's has the sign, which no
+        norm needs: hooks of before read over it."""
+        norm = math.copysign(self.norm, -1.0 if self.is_newcomer else 1.0)
+        (norm_bits,) = struct.unpack("<q", struct.pack("<d", norm))
         return [self.compute_us, self.micro_batches, norm_bits, self.checksum]
 
     @staticmethod
@@ -79,7 +83,7 @@ class Sighting:
         """Return the sighting of such a row; the inverse of `row`."""
         compute_us, micro_batches, norm_bits, checksum = row
         (norm,) = struct.unpack("<d", struct.pack("<q", norm_bits))
-        return Sighting(compute_us, micro_batches, norm, checksum)
+        return Sighting(compute_us, micro_batches, abs(norm), checksum, math.copysign(1.0, norm) < 0)
 
 
 class Detection:
@@ -112,23 +116,26 @@ class Detection:
         self._sightings: list[Sighting] = []
         #: The iteration that they are of, and the checksum that all replicas have made in it, 0 for none.
         self._iteration = self._checksum = 0
-        #: Members of this group that have received the state in it, and how often all parameters were the same in it.
-        self._newcomers: frozenset[int] = frozenset()
-        self._agreements = 0
+        #: In how many iterations all parameters were the same since this worker received the state; None: it received
+        #: none from a replica.
+        self._agreements: int | None = None
+        #: Whether this replica was at fault in the last agreement.
+        self._is_odd = False
+        #: Whom this worker has accused in this generation.
+        self._accused: set[str] = set()
         #: Of the sums of that iteration's gradients, where this worker has made it.
         self._sums = 0
 
     # --- where the iteration stands --------------------------------------------------------------
 
-    def start_generation(self, group: ShardGroup, *, share: int = 0, newcomers: Iterable[int] = ()) -> None:
-        """Start observing another group. `share`: see Baseline.reset. `newcomers`: the ranks of those that join it
-        without state."""
-        self._newcomers, self._agreements = frozenset(newcomers), 0
+    def start_generation(self, group: ShardGroup, *, share: int = 0, joins: bool = False) -> None:
+        """Start observing another group. `share`, `joins`: see Baseline.reset."""
         self._mark.enter_group(group.generation)
         group.mark = self._mark
-        self._baseline.reset(share=share, joins=bool(self._newcomers))
+        self._baseline.reset(share=share, joins=joins)
         self._recent.clear()
         self._sightings = []
+        self._accused.clear()
         self._stragglers.regrouped()
         self.compute_time.clear()
         self._limit_collectives(group)
@@ -194,11 +201,18 @@ class Detection:
         is_logged = len(checksums) == 1 and self.checksums_due(self._iteration)
         self._checksum = checksums.pop() if is_logged else 0
 
-    def compare_parameters(self) -> ReplicaDifference:
-        """Judge the parameters that all replicas began the agreed iteration with."""
+    def receive_state(self) -> None:
+        """Note that this worker has received the state of a replica that trains."""
+        self._agreements = None if self._is_odd else 0
+
+    def compare_parameters(self, rank: int) -> ReplicaDifference:
+        """Judge the parameters that all replicas began the agreed iteration with. `rank`: this replica's."""
         checksums = [sighting.checksum for sighting in self._sightings]
-        difference = judge_parameters(checksums, self._newcomers, self._agreements)
-        self._agreements += len(set(checksums)) == 1 and 0 not in checksums
+        newcomers = [rank for rank, sighting in enumerate(self._sightings) if sighting.is_newcomer]
+        if self._agreements is not None:
+            self._agreements += len(set(checksums)) == 1 and 0 not in checksums
+        difference = judge_parameters(checksums, newcomers)
+        self._is_odd = rank in difference.odd
         return difference
 
     def commit(self, iteration: int, duration_us: int, group: ShardGroup) -> None:
@@ -238,7 +252,8 @@ class Detection:
             compute_time.compute_us * micro_batches // max(1, compute_time.micro_batches)
         )  # some may have been of another group
         compute_time.clear()
-        return Sighting(compute_us, micro_batches, 0.0 if self.loss_scaled else norm, number)
+        is_newcomer = self._agreements is not None and 0 < self._agreements <= NEWCOMER_ITERATIONS
+        return Sighting(compute_us, micro_batches, 0.0 if self.loss_scaled else norm, number, is_newcomer)
 
     def checksums_due(self, iteration: int) -> bool:
         """Return whether the checksums that the log gets are made in the iteration."""
@@ -298,9 +313,12 @@ class Detection:
     def accuse(
         self, ranks: Iterable[int], sign: CorruptionSign, iteration: int, generation: int, workers: Sequence[str]
     ) -> None:
-        """Tell the agent that the replicas of these ranks have something else than the majority."""
-        for rank in list(ranks)[:SUSPECTS_MAX]:  # the others at the next comparison
-            self._suspect(sign, workers[rank], 0.0, 0.0, iteration, generation)
+        """Tell the agent that the replicas of these ranks have something else than the majority: of each once in a
+        generation."""
+        suspects = [worker for rank in ranks if (worker := workers[rank]) not in self._accused]
+        for suspect in suspects[:SUSPECTS_MAX]:  # the others at the next comparison
+            self._accused.add(suspect)
+            self._suspect(sign, suspect, 0.0, 0.0, iteration, generation)
 
     def _judge_values(
         self, sign: CorruptionSign, values: list[float], iteration: int, generation: int, workers: list[str]

@@ -195,12 +195,11 @@ class DropOldGroup(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class GroupReady(Effect[int]):
-    """Note that a group has exchanged positions. `share`: micro-batches of an iteration for each replica; `joins`:
-    there are newcomers. Returns the microseconds since the membership was received."""
+    """Note that a group has exchanged positions. `share`: micro-batches of an iteration for each replica. Returns the
+    microseconds since the membership was received."""
 
     membership: GroupMembership
     share: int
-    joins: bool
 
 
 @dataclass(frozen=True, slots=True)

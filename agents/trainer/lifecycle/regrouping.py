@@ -91,7 +91,7 @@ def _enter_group(member: MemberState, membership: GroupMembership) -> Flow[int]:
     member.has_whole_state = False  # what was assembled was for saving in the group before
     member.stop_reason = member.stop_reason or membership.stop
     replicas = len({peer.replica for peer in membership.members})
-    return (yield from GroupReady(membership, -(-member.micro_batches // replicas), bool(membership.joiners)))
+    return (yield from GroupReady(membership, -(-member.micro_batches // replicas)))
 
 
 def _apply(member: MemberState, pending_work: PendingWork) -> Flow[bool]:

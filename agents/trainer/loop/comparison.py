@@ -6,7 +6,8 @@ Rules
 * A replica at fault is accused by all others. The step is not made, for what that replica has computed stands in all
   sums: the iteration begins again, in the group without it; or with it, once it has received the state anew.
 * Where it is the program, every member says so, and waits to be ended. Nothing that is made of what differs is saved.
-  Where the task has `on_divergence: report`, it goes on.
+* Where the task has `on_divergence: report`, every step is made. A replica at fault is accused and leaves at the next
+  change of membership; a member that knows that the program diverges accuses nobody.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class ReplicaComparison:
     rendezvous: Rendezvous
     detection: Detection
     _reported_generation: int = 0
+    _diverges: bool = False
 
     @property
     def _rank(self) -> int:
@@ -70,7 +72,10 @@ class ReplicaComparison:
             self._report(difference.sign, self.member.ledger.iteration)
         elif difference.odd:
             self._accuse(difference.odd, "micro_batch", self.member.ledger.iteration)
-            self.rendezvous.look()
+            if self.context.replica.size == 1:
+                self._await_eviction()
+                self.rendezvous.look()
+                self.detection.start_iteration(self.member.ledger.iteration)
         if words and self.context.settings.deterministic == "require":
             raise determinism.NotDeterministic(f"deterministic: require: {words}")
         if words:
@@ -79,29 +84,35 @@ class ReplicaComparison:
     def compare_parameters(self, iteration: int) -> None:
         """Compare the parameters that all replicas began the iteration with, before its step. Raises Diverged, and
         ReplicaDiffers where a replica is at fault."""
-        difference = self.detection.compare_parameters()
+        difference = self.detection.compare_parameters(self._rank)
         if difference.sign is not None:
             self._report(difference.sign, iteration)
         elif difference.odd:
             self._accuse(difference.odd, "checksum", iteration)
-            if self.context.replica.size == 1:  # the other shards of a replica know nothing of it
+            # The other shards of a replica know nothing of it.
+            if self.context.replica.size == 1 and self.context.launch.spec.on_divergence == "stop":
+                self._await_eviction()
                 odd = ", ".join(self.member.peers[rank].worker for rank in difference.odd)
                 message = f"{odd}: other parameters than the majority before iteration {iteration}"
                 raise ReplicaDiffers(message, is_own=self._rank in difference.odd)
 
     def _accuse(self, odd: Sequence[int], sign: CorruptionSign, iteration: int) -> None:
-        """Accuse these replicas, and wait a moment for the membership without them."""
+        if self._rank not in odd and not self._diverges:
+            workers = [peer.worker for peer in self.member.peers]
+            self.detection.accuse(odd, sign, iteration, self.rendezvous.generation, workers)
+
+    def _await_eviction(self) -> None:
+        """Wait a moment for the membership without the accused."""
         generation, channel = self.rendezvous.generation, self.context.channel
-        if self._rank not in odd:
-            self.detection.accuse(odd, sign, iteration, generation, [peer.worker for peer in self.member.peers])
-        if self.context.replica.size == 1:
-            channel.wait(lambda: channel.newest(generation, urgent_only=True) is not None, _EVICTION_S)
+        self.context.mark.idle()
+        channel.wait(lambda: channel.newest(generation, urgent_only=True) is not None, _EVICTION_S)
 
     def _report(self, sign: DivergenceSign, iteration: int) -> None:
         """Report that the program diverges, once in each group. Then wait to be ended, unless the task is to go on, or
         the members compute on different things, by which they differ anyway. Raises Diverged where no order comes."""
         generation, context = self.rendezvous.generation, self.context
         text = divergence_text(iteration, sign)
+        self._diverges = True
         if self._reported_generation != generation:
             self._reported_generation = generation
             print(f"{context.launch.worker}: {text}", flush=True)

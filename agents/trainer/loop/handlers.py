@@ -170,15 +170,9 @@ class EffectHandlers:
         duration_us = int((time.monotonic() - channel.received_at(generation)) * 1e6)
         self.rendezvous.drop_old_group()
         self.saving.assembled = None
-        self.detection.start_generation(self.group, share=effect.share, newcomers=self._newcomers(effect.membership))
+        self.detection.start_generation(self.group, share=effect.share, joins=bool(effect.membership.joiners))
         channel.drop_below(generation)
         return duration_us
-
-    def _newcomers(self, membership: GroupMembership) -> list[int]:
-        """Return the ranks of this shard's members that join without state."""
-        shard, joiners = self.context.launch.shard, membership.joiners
-        workers = [member.worker for member in membership.members if member.shard == shard]
-        return [rank for rank, worker in enumerate(workers) if worker in joiners]
 
     def _leave_group(self, effect: e.LeaveGroup) -> None:
         self.rendezvous.leave()
@@ -308,7 +302,12 @@ class EffectHandlers:
         message, size_bytes = self.rendezvous.together(
             lambda: transfer.receive_state(group, effect.source, effect.keep)
         )
-        return self._adopt_state(message["state"], size_bytes, message["origin"]) if effect.keep else None
+        if not effect.keep:
+            return None
+        pending_work = self.member.pending_work
+        if pending_work is not None and not pending_work.verdict.fresh:
+            self.detection.receive_state()
+        return self._adopt_state(message["state"], size_bytes, message["origin"])
 
     def _params_digest(self, effect: e.ParamsDigest) -> str:
         return self.state.params_digest()

@@ -226,7 +226,7 @@ class SimulatedDriver:
         self.rendezvous.drop()
         self._states.weights.whole = None
         generation = effect.membership.generation
-        self.replica.progress.regrouped(generation, share=effect.share, joins=effect.joins)
+        self.replica.progress.regrouped(generation, share=effect.share, joins=bool(effect.membership.joiners))
         return 1000
 
     # --- gradients -------------------------------------------------------------------------------

@@ -66,12 +66,12 @@ def _with_suspicions(task: Task, suspicions: Mapping[str, v.HangSuspected]) -> T
 
 def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
     """Evict a worker whose parameters differ from the majority's, once more than half of all replicas have said so:
-    that is more than a suspicion."""
+    that is more than a suspicion. Replicas of a program that diverges differ, whatever their nodes are like."""
     pair = find_worker(state, event.task, event.suspect)
     if event.sign not in _CONVICTING or pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = pair
-    if event.generation != task.generation or not task.is_member(worker.worker):
+    if event.generation != task.generation or not task.is_member(worker.worker) or task.troubles.divergence:
         return state
     accusers = task.group.accusations.get(worker.worker, {}) | {event.worker: event.iteration}
     task = replace(task, group=replace(task.group, accusations=task.group.accusations | {worker.worker: accusers}))
