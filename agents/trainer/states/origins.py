@@ -12,7 +12,7 @@ Rules
   with other settings: the task is refused, by OtherSettings; `--resume` takes them; `--restart` and `--fork` pass over
   them.
 * Where the program loads a checkpoint of its own that is older than the one it would have loaded when the state was
-  saved, a person has rolled it back: the program's is obeyed.
+  saved, a person has rolled it back: the program's is obeyed. One that is newer than all states was seen by none.
 * The first save of a run moves the states of other runs aside that it does not continue. They would count as newer than
   its own, and pruning would remove its own.
 """
