@@ -141,6 +141,26 @@ async def test_log_begins_anew(cluster: Cluster, record: Record) -> None:
     )
 
 
+async def test_another_ca_ends_nobody(cluster: Cluster, record: Record) -> None:
+    before = await cluster.train()
+    watch = await cluster.watch()
+    watch.act()
+    phase, finish = commands("Another CA")
+    await run(cluster, phase)
+    await run(cluster, [command.replace("--roll trust", "--roll certificate") for command in phase])
+    await run(cluster, finish)
+    pod = cluster.pod_on("n1")
+    boots = await cluster.boots()
+    await cluster.do("delete", "pod", pod, "--wait=false")
+    await watch.whole(also=up_on("n1", boots=boots))
+    state = await cluster.training(None)
+    assert state.tasks[TASK].progress.iteration > before.tasks[TASK].progress.iteration
+    record(
+        "the CA [replaced](#another-ca) in its phases, then an agent's pod deleted",
+        f"the pod's successor trusts the new CA alone and joins; {await watch.clean()}",
+    )
+
+
 async def test_full_volume_is_told_and_left(cluster: Cluster, record: Record) -> None:
     await cluster.train()
     place = cluster.volumes / f"log-{HEAD}"

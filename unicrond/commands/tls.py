@@ -112,7 +112,7 @@ Who has the old CA alone after the next phase cannot connect. Then: unicrond tls
 A head that runs here takes it within a second; copy STATE_DIR/tls to other heads. Now `unicrond enroll` each node
 again: its key gets a certificate of the new CA. Then: unicrond tls-init --roll finish""",
 }
-_FINISHED = """{ca} holds the new CA alone; copy it, and STATE_DIR/tls to other heads.
+_FINISHED = """{ca} holds the new CA alone; copy it, and STATE_DIR/tls to other heads; remove ca-next.key there.
 Nodes' keys carry the old CA too until they are enrolled once more: do that where its key may be in wrong hands."""
 
 
