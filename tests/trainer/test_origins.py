@@ -27,6 +27,7 @@ from unicrond.agents.trainer.states.origins import (
     origin_of,
     put_aside,
 )
+from unicrond.agents.trainer.states.saving import Saving
 from unicrond.agents.trainer.states.sources import Sources
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.core.tasks.reshaping import reshaped
@@ -44,7 +45,8 @@ def made_by(run: RunOrigin, program_iteration: int = 0) -> Origin:
 
 
 def verdict(run: RunOrigin, made: Origin | None, loaded_iteration: int = 0) -> str:
-    """What becomes of a state: "taken", "passed over", "refused"."""
+    """Return what becomes of a state of this origin where the program has loaded its own after `loaded_iteration`:
+    "taken", "passed over" or "refused"."""
     run.note_program_state(loaded_iteration)
     try:
         run.require(made)
@@ -112,6 +114,31 @@ def test_tree_says_its_origin() -> None:
     with pytest.raises(OtherSettings, match="seed: 2 before, 1 now"):
         run_of("a").require(origin_in({"made_with": {"run_id": "b", "settings": {"seed": "2"}}}))
     assert origin_in({"made_with": "nonsense"}) is None
+
+
+def test_state_in_memory_says_its_origin(tmp_path: Path) -> None:
+    """It has no file beside it: the tree itself says which run has made it."""
+    (tmp_path / "memory").touch()
+    run, other = run_of("a"), run_of("b", seed=2)
+    spec = TaskSpec(name="t", seed=1, start=run.start)
+    launch = SimpleNamespace(
+        spec=spec, memory=str(tmp_path / "memory"), memory_max_bytes=1 << 20, node="n1", shard=0, worker="t.1"
+    )
+    replica = SimpleNamespace(shard=0, all_true=bool)
+    injection = SimpleNamespace(fire=lambda *_: None)
+    context: Any = SimpleNamespace(
+        launch=launch, replica=replica, channel=SimpleNamespace(send=lambda _: None), injection=injection, generation=1
+    )
+    state: Any = SimpleNamespace(capture=lambda iteration, _: tree(iteration))
+    saving = Saving(context, state)
+    assert saving.capture_and_wait(7, 1, 0.5)
+    nobody: Any = SimpleNamespace(peers=(), passes=None)
+    searches = [
+        Sources(context, saving.memory, nobody, lambda trees: next(iter(trees)), worker) for worker in (run, other)
+    ]
+    assert searches[0].load(Candidate(7, "memory", 0))[0]["iteration"] == 7
+    with pytest.raises(OtherSettings, match="seed: 1 before, 2 now"):
+        searches[1].load(Candidate(7, "memory", 0))
 
 
 def test_checkpoint_of_program_that_was_rolled_back_is_obeyed() -> None:

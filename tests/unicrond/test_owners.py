@@ -221,6 +221,8 @@ async def test_task_is_changed_by_tokens_of_its_owner_and_by_operators(tmp_path:
         async with http.post("/v1/tasks/annarun/cancel", json={}, headers=headers) as response:
             await served.until(v.TaskCancelled)
         assert "name: annarun was another owner's" in (await submit(http, "eve", name="annarun"))[1]
+        fork = {"mode": "fork", "source": "annarun"}
+        assert "start.source: annarun was another owner's" in (await submit(http, "eve", name="evil", start=fork))[1]
 
 
 def test_quota_is_of_the_owner_whichever_token_submits() -> None:

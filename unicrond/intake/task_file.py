@@ -62,8 +62,8 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
             _whole_numbers(part.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())
         if "start" in data:
-            text = "say it with the order, not in the file: unicronctl submit --resume, --restart or --fork NAME"
-            raise TaskFileError(f"{where}{_line(document.lines, ('start',))}: start: {text}")
+            fix = "say it with the order, not in the file: unicronctl submit --resume, --restart or --fork NAME"
+            raise TaskFileError(f"{where}{_line(document.lines, ('start',))}: start: {fix}")
         accumulation = data.get("accumulation")
         for today, on_the_log in _ON_THE_LOG.items():
             if accumulation == on_the_log:

@@ -266,7 +266,8 @@ class EffectHandlers:
         return self._sources.row(is_first=effect.is_first)
 
     def _load_state(self, effect: e.LoadState) -> LoadedState | str:
-        """Raises StateRefused: to begin from the seed instead would throw away a training without an order to."""
+        """Load the candidate's state here; return it, or why some shard could not. Raises StateRefused: nobody has
+        ordered to throw the training away and to begin from the seed."""
         sources, candidate = self._sources, effect.candidate
         assert sources is not None
         tree: Tree | None = None

@@ -50,7 +50,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class RunOrigin:
-    """The origin of the states that this worker saves, and its judgement on others."""
+    """Name the origin of the states that this worker saves, and judge others by theirs."""
 
     def __init__(self, spec: TaskSpec) -> None:
         self.start = spec.start or TaskStart()

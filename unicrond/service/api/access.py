@@ -249,12 +249,12 @@ def require_owner(grant: Grant, task: Task) -> None:
         raise OrderRefused(403, text)
 
 
-def require_free_name(grant: Grant, state: ClusterState, name: str) -> None:
+def require_free_name(grant: Grant, state: ClusterState, name: str, field: str = "name") -> None:
     """Raise OrderRefused where the last task of this name was another's: its story, its workers' output and its
-    checkpoints would be the new one's."""
+    checkpoints would be the new one's. `field`: of the request, which has the name."""
     task = state.tasks.get(name)
     if task is not None and task.owner and task.owner != grant.owner and Scope.OPERATE not in grant.scopes:
-        text = f"name: {name} was another owner's; give another name (token {grant.name} lacks scope operate)"
+        text = f"{field}: {name} was another owner's; give another name (token {grant.name} lacks scope operate)"
         raise OrderRefused(403, text)
 
 

@@ -310,7 +310,7 @@ class Api:
         OrderRefused where it is to begin from another owner's states."""
         start, directory = spec.start or TaskStart(), spec.checkpoint.dir or str(self._config.checkpoints / spec.name)
         if start.mode == "fork":
-            require_free_name(_caller.get(), self._coordinator.state, start.source)
+            require_free_name(_caller.get(), self._coordinator.state, start.source, "start.source")
             source = self._coordinator.state.tasks.get(start.source)
             source_dir = source.spec.checkpoint.dir if source else start.source_dir
             start = replace(start, source_dir=source_dir or str(self._config.checkpoints / start.source))
