@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -121,6 +122,14 @@ async def test_failing_program_costs_its_task_alone(live: Live, how: str, worker
     assert {incident.severity for incident in state.closed_incidents if how in incident.generations} <= {Severity.SEV2}
     starts = [event for event in live.events("StartWorker", after=before.seq) if event["spec"]["name"] == how]
     assert len({event["node"] for event in starts}) == 2, "what has failed on one node is tried once on another"
+
+
+@in_one_loop
+async def test_ps_names_task_and_rank_of_each_worker(live: Live) -> None:
+    was = await produce(live)
+    assert [psutil.Process(pid).cmdline()[0] for _, pid in was.values()] == [
+        f"unicrond: {PROD} rank {rank}" for rank in range(len(was))
+    ]
 
 
 @in_one_loop

@@ -30,7 +30,7 @@ from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
 from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, QuitRequested, SaveSchedule
 from unicrond.agents.trainer.lifecycle.verdict import Position
 from unicrond.agents.trainer.loop.comparison import ReplicaComparison
-from unicrond.agents.trainer.process.context import Context
+from unicrond.agents.trainer.process.context import Context, show_as
 from unicrond.agents.trainer.sharded.optimizer import Rows as OptimizerRows
 from unicrond.agents.trainer.sharded.sharing import Sharing
 from unicrond.agents.trainer.states import transfer
@@ -172,6 +172,8 @@ class EffectHandlers:
         self.saving.assembled = None
         self.detection.start_generation(self.group, share=effect.share, joins=bool(effect.membership.joiners))
         channel.drop_below(generation)
+        launch, names = self.context.launch, [member.worker for member in effect.membership.members]
+        show_as(f"unicrond: {launch.task} rank {names.index(launch.worker)}")
         return duration_us
 
     def _leave_group(self, effect: e.LeaveGroup) -> None:

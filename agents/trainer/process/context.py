@@ -3,9 +3,12 @@ here."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unicrond.agents.protocol.injection import FaultInjector
@@ -16,6 +19,10 @@ from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, Phase
 
 if TYPE_CHECKING:
     from unicrond.agents.trainer.process.replica import ReplicaWorld
+
+#: Of /proc/PID/stat, counted from behind the process's name: where its arguments begin; they end at the next.
+_ARG_START = 45
+_OURS = "unicrond: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +145,14 @@ def current() -> Context:
     if _current is None:
         raise RuntimeError("Hook.attach: unicrond did not start this process; submit the script as a task's entry")
     return _current
+
+
+def show_as(name: str) -> None:
+    """Show this process under that name in ps and nvidia-smi, and as much of it in top as fits (15 bytes). Where Linux
+    does not say where its arguments are, they stay: a worker is the fork server's copy, and looks like it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        start, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
+        if 0 < start < end:
+            ctypes.memmove(start, name.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+        Path("/proc/self/comm").write_text(name.removeprefix(_OURS), "utf-8")
