@@ -31,6 +31,7 @@ from unicrond.agents.trainer.lifecycle.results import (
     ProgramLeftLoop,
     QuitRequested,
     RendezvousTimedOut,
+    ReplicaDiffers,
     StateLost,
 )
 from unicrond.agents.trainer.loop import handlers
@@ -280,6 +281,27 @@ def test_member_leaves_broken_group_before_report() -> None:
     assert names[:6] == ["LeaveGroup", "ReportFailure", "SetPhase", "Idle", "ReportHoldings", "KeepOldGroup"]
     assert [message.generation for message in driven.told(WorkerJoinedGroup)] == [1, 2]
     assert driven.member.ledger.iteration == 2
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_iteration_with_an_odd_replicas_results_begins_again(*, is_own: bool) -> None:
+    driven = Driven(membership(1, "t.1"), membership(2, "t.1"))
+    driven.until(e.Optimize)
+    driven.until(e.Agree)
+    driven.once(e.Agree, ReplicaDiffers("t.2: other parameters", is_own=is_own))
+    since = len(driven.done)
+    exchange = driven.until(e.ExchangePositions)
+    assert isinstance(exchange, e.ExchangePositions)
+    position = exchange.position
+    assert (position.has_state, position.has_thrown_away) == (not is_own, not is_own)
+    assert not position.sums_complete and not position.assignment
+    names = driven.names(since)
+    assert names.index("Clear") < names.index("LeaveGroup") and ("DropParts" in names) is is_own
+    driven.until(e.Optimize)
+    if not is_own:
+        assert driven.member.ledger.iteration == 2 and driven.member.has_thrown_away
+        driven.until(e.Compute)
+        assert not driven.member.has_thrown_away
 
 
 def test_complete_sums_step_in_next_group() -> None:

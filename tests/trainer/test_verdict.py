@@ -29,6 +29,7 @@ positions = st.builds(
     sums_complete=st.booleans(),
     assignment=st.sets(st.integers(0, 199)).map(lambda held: tuple(sorted(held))),
     complete=st.sets(st.integers(0, 99)).map(lambda complete: tuple(sorted(complete))),
+    has_thrown_away=st.booleans(),
 )
 
 
@@ -151,6 +152,16 @@ def test_late_member_of_same_iteration_keeps_its_sums() -> None:
     verdict = judge([*others, having(8, (4, 5), (4, 5))], 6, lanes=Lanes(6, 3))
     assert not verdict.receivers and verdict.valid_sums(2) == {4, 5}
     assert judge([*others, having(6, (4, 5), (4, 5))], 6, lanes=Lanes(6, 3)).receivers == {2}
+
+
+def test_sums_with_an_odd_replicas_results_count_nowhere() -> None:
+    """The agreement that showed it broke at the second member, which keeps what the first has thrown away."""
+    first = replace(having(7, (), ()), has_thrown_away=True)
+    second = replace(having(7, (0, 1, 2, 3, 4, 5), (3, 4, 5)), sums_complete=True, complete=(0, 1))
+    verdict = judge([first, second], 6, lanes=Lanes(6, 3))
+    assert verdict.iteration == 7 and not verdict.step_first and not verdict.final
+    assert not verdict.valid_sums(0) and not verdict.valid_sums(1)
+    assert sorted(verdict.additions[0] + verdict.additions[1]) == list(range(6))
 
 
 ACCOUNTS = -1

@@ -40,21 +40,20 @@ def iterate(member: MemberState) -> Flow[float]:
     yield from SetPhase("forward")
     while not member.agreed:
         member.enter("computing")
-        failure = ""
+        broken: GroupBroken | None = None
         try:
             yield from Compute(member.ledger)
             yield from _reduce(member)
             member.agreed = True
             continue
-        except ReplicaDiffers as difference:
-            failure = str(difference)
-            yield from discard_iteration(member, keeps_state=not difference.is_own)
-        except GroupBroken as broken:
-            failure = str(broken)
+        except GroupBroken as failure:
+            broken = failure
         except MembershipSuperseded:
             pass
-        if failure:
-            yield from leave_broken_group(member, failure, "reduce")
+        if isinstance(broken, ReplicaDiffers):
+            yield from discard_iteration(member, keeps_state=not broken.is_own)
+        if broken is not None:
+            yield from leave_broken_group(member, str(broken), "reduce")
         member.agreed = yield from regroup(member)
     total = member.total
     assert total is not None

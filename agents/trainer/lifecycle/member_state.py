@@ -69,8 +69,8 @@ class MemberState:
     `ledger`: of the iteration that is worked on, the last committed + 1. `total`: its sums, once they are complete.
     `has_stepped`: the loop has stepped it. `has_trained`: parameters are no longer those of the seed. `target`: the
     generation to follow at the next boundary. `has_whole_state`: this member has assembled the whole state after the
-    last commit. `saves`: after which iterations the program saves the sharded state itself, and at the end; None: it
-    never does.
+    last commit. `has_thrown_away`: it has thrown away what it had of this iteration (`verdict.py`). `saves`: after
+    which iterations the program saves the sharded state itself, and at the end; None: it never does.
     """
 
     launch: Launch
@@ -93,6 +93,7 @@ class MemberState:
     has_stepped: bool = False
     has_trained: bool = False
     has_whole_state: bool = False
+    has_thrown_away: bool = False
     save_schedule: SaveSchedule = NO_SAVE
     last_commit: IterationCommitted | None = None
     commit_reported: bool = False
@@ -173,6 +174,7 @@ class MemberState:
             in_sums=self.ledger.in_sums if self.has_state else (),
             complete=stock.complete if self.has_state else (),
             has_stepped=self.has_stepped,
+            has_thrown_away=self.has_state and self.has_thrown_away,
             spans=stock.spans if self.has_state else (),
         )
 
@@ -217,6 +219,7 @@ def lanes_of(spec: TaskSpec) -> Lanes | None:
 def begin_iteration(member: MemberState, iteration: int) -> Flow[None]:
     """Begin another iteration, with no micro-batches assigned."""
     yield from Clear(iteration)
+    member.has_thrown_away = False
     lanes = member.lanes
     member.ledger = IterationLedger(iteration) if lanes is None else LaneLedger(iteration, lanes=lanes)
 
@@ -233,6 +236,7 @@ def discard_iteration(member: MemberState, *, keeps_state: bool) -> Flow[None]:
     """Begin the same iteration again, with nothing computed or assigned; without `keeps_state`, with no state."""
     member.total = None
     yield from begin_iteration(member, member.ledger.iteration)
+    member.has_thrown_away = True
     if not keeps_state:
         yield from DropParts()
         member.has_state = False

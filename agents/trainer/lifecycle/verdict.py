@@ -28,6 +28,8 @@ Rules (lanes, `lifecycle/lanes.py`)
   anew. Two members may have the same in their sums, where one has given it to the other; it counts once.
 * A sum of such micro-batches has the same bits wherever it was made. So what a member has that was left behind in the
   same iteration is as good as any other's.
+* A member may have thrown away what it had of the iteration, since an odd replica's results stood in it. Another may
+  not know that yet, when the agreement that showed it broke there. So no member's sums of that iteration count.
 
 Rules (buckets that are final)
 ------------------------------
@@ -102,6 +104,7 @@ class Position:
     `assignment`: the micro-batches assigned to it. `in_sums`: with lanes, those in its sums, which may be others' as
     well. `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts.
     `has_stepped`: it has stepped the parts that it holds. `spans`: those parts; they travel in a row of their own.
+    `has_thrown_away`: what it had of the iteration; it travels with `has_state`, where hooks of before read over it.
     """
 
     has_state: bool
@@ -112,11 +115,13 @@ class Position:
     in_sums: tuple[int, ...] = ()
     has_stepped: bool = False
     spans: tuple[Span, ...] = ()
+    has_thrown_away: bool = False
 
     def row(self, micro_batches: int, buckets: int, *, lanes: bool = False) -> list[int]:
         """Return it as signed 64-bit integers: has_state, iteration, sums_complete, has_stepped, then `assignment`,
         with lanes `in_sums`, and `complete` as words of 62 bits."""
-        fixed = [int(self.has_state), self.iteration, int(self.sums_complete), int(self.has_stepped)]
+        has_state = self.has_state + 2 * self.has_thrown_away
+        fixed = [has_state, self.iteration, int(self.sums_complete), int(self.has_stepped)]
         sum_words = _words(self.in_sums, micro_batches) if lanes else []
         return [*fixed, *_words(self.assignment, micro_batches), *sum_words, *_words(self.complete, buckets)]
 
@@ -126,7 +131,8 @@ class Position:
         sums_start = _FIXED + _word_count(micro_batches)
         complete_start = sums_start + (_word_count(micro_batches) if lanes else 0)
         return Position(
-            has_state=bool(row[0]),
+            has_state=bool(row[0] & 1),
+            has_thrown_away=bool(row[0] & 2),
             iteration=row[1],
             sums_complete=bool(row[2]),
             has_stepped=bool(row[3]),
@@ -237,7 +243,10 @@ def judge(
     assignments = [
         position.assignment if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)
     ]
-    in_sums = [position.in_sums if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
+    counts = not any(positions[member].has_thrown_away for member in with_state)
+    in_sums = [
+        position.in_sums if counts and goes_on else () for position, goes_on in zip(positions, going_on, strict=True)
+    ]
     complete = [frozenset(positions[member].complete) for member in with_state]
     additions, lane_assignment = assign(assignments, in_sums, micro_batches, lanes)
     unassigned = set(range(micro_batches)).difference(*assignments)
@@ -252,7 +261,7 @@ def judge(
             len(unassigned.intersection(new_batches)) if old_batches else 0
             for old_batches, new_batches in zip(assignments, additions, strict=True)
         ),
-        final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
+        final=frozenset() if step_first or receivers or not counts else frozenset.intersection(*complete),
         shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
         lane_assignment=lane_assignment,
     )
