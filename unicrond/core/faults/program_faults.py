@@ -272,9 +272,9 @@ def trouble_text(task: Task) -> str:
 
 
 def diverging_text(task: Task) -> str:
-    """Say since when the task's program diverges, and why; "" where it does not, or the task's end says it."""
+    """Say since when an active task's program diverges, and why; "" where it does not. A task's end says it itself."""
     divergence = task.troubles.divergence
-    if divergence is None or task.status not in (TaskStatus.ACTIVE, TaskStatus.COMPLETED):
+    if divergence is None or task.status is not TaskStatus.ACTIVE:
         return ""
     return v.divergence_text(divergence.since_iteration, divergence.sign)
 

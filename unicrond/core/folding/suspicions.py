@@ -14,6 +14,7 @@ from unicrond.core.state.changes import find_worker, has_trained, with_task
 from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, Worker
 from unicrond.core.state.task_parts import ProgramDivergence, Straggler
+from unicrond.core.state.workers import Membership
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
 
@@ -91,15 +92,21 @@ def divergence_observed(state: ClusterState, event: v.DivergenceObserved, _: Env
     task, worker = pair
     if event.generation != task.generation or not task.is_member(worker.worker):
         return state
-    reports = task.group.divergence_reports | {worker.worker: event.iteration}
+    reports = put(task.group.divergence_reports, worker.worker, event.iteration)
     task = replace(task, group=replace(task.group, divergence_reports=reports))
-    members = task.membership.members if task.membership else ()
-    replicas = {member.replica for member in members}
-    agreeing = {member.replica for member in members if reports.get(member.worker) == event.iteration}
-    if 2 * len(agreeing) > len(replicas):
+    if task.membership is not None and _most_agree(reports, task.membership, event.iteration):
         divergence = ProgramDivergence(since_iteration=event.iteration, sign=event.sign, at_us=state.now_us)
         task = replace(task, troubles=replace(task.troubles, divergence=divergence))
     return with_task(state, task)
+
+
+def _most_agree(reports: Mapping[str, int], membership: Membership, iteration: int) -> bool:
+    """Return whether members of more than half of the replicas name that iteration."""
+    replicas = membership.replica_count
+    if 2 * len(reports) <= replicas:  # what each report of many costs
+        return False
+    agreeing = {member.replica for member in membership.members if reports.get(member.worker) == iteration}
+    return 2 * len(agreeing) > replicas
 
 
 def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:

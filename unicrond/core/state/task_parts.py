@@ -177,7 +177,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     probing: LinkProbing = LinkProbing()
     leads: tuple[Lead, ...] = ()
     accusations: dict[str, dict[str, int]] = {}
-    divergence_reports: dict[str, int] = {}
+    divergence_reports: Mapping[str, int] = {}
 
 
 class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

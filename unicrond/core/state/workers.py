@@ -102,6 +102,11 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         return frozenset([member.worker for member in self.members])
 
     @cached_property
+    def replica_count(self) -> int:
+        """Count the replicas that they are."""
+        return len({member.replica for member in self.members})
+
+    @cached_property
     def spoken_for(self) -> frozenset[str]:
         """The workers that are in the group once its lead has said that it has met. Only to look up in."""
         return self.names.difference(self.joiners) if self.leader_confirms else NO_WORKERS
