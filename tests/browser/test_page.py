@@ -14,7 +14,9 @@ from tests.replay.logs import troubled
 from tests.unicrond.serving import Served, healed_cluster, serving
 from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
 from tests.unicrond.test_gpu_types import cluster_of as types_of
+from tests.unicrond.test_program_faults import end
 from unicrond.core.state.alarms import Alarm
+from unicrond.events import vocabulary as v
 from unicrond.intake.config import ApiConfig, Config
 from unicrond.intake.tokens import Scope, line_of, make_token
 from unicrond.replay.views.moments import Moments
@@ -71,6 +73,30 @@ async def test_page_shows_live_cluster(tmp_path: Path) -> None:
         await page.size(390, 800)
         assert await page.js("document.documentElement.scrollWidth") <= 400
         assert {url.split("/")[2] for url in page.requests if url.startswith("http")} == {served.url.split("/")[2]}
+        assert page.errors == []
+
+
+async def test_first_view_says_what_to_do_and_ranks_open_on_a_task_that_lives(tmp_path: Path) -> None:
+    """The task that came first was cancelled; another's program raises again and again."""
+    cluster = healed_cluster()
+    cluster.append(v.TaskCancelled(task="big", reason="test"), "api", cluster.state.term)
+    cluster.run()
+    cluster.submit("typo", max_workers=1)
+    cluster.run()
+    for _ in range(2):
+        end(cluster, "typo")
+        cluster.run()
+    async with serving(tmp_path, list(cluster.log)) as served, browsing() as page:
+        await page.open(served.url + "/")
+        await page.until("document.querySelector('#verdict').innerText.includes('typo crash-looping (2 times')")
+        await page.until("document.querySelector('#verdict').innerText.includes('unicronctl logs typo')")
+        for name in (*cluster.state.nodes, "small"):
+            await page.until(f"document.querySelector('#main').innerText.includes({name!r})")
+        await seen(page, "ranks", "rank 0")
+        assert await page.js("document.querySelector('#main a[aria-current=true]').innerText") in ("small", "typo")
+        await seen(page, "plan", "Should this come next")
+        lines = await page.js("document.querySelector('#main').innerText.split('\\n').map((line) => line.trim())")
+        assert "0" not in lines, "a condition is no text"
         assert page.errors == []
 
 

@@ -25,6 +25,7 @@ from unicrond.core.state.task_parts import Crashes
 from unicrond.core.state.workers import Worker, WorkerError, WorkerStatus
 from unicrond.display.cluster_tables import tasks_table
 from unicrond.events import vocabulary as v
+from unicrond.page.attention import attention, state_alarms
 from unicrond.views.lemons import count_signals, scores
 from unicrond.views.notifications import step_notices
 
@@ -381,6 +382,22 @@ def test_crash_loop_is_told_once() -> None:
     notices = [notice for step in steps_of(cluster) for notice in step_notices(step) if notice.rule == "crash_looping"]
     assert [notice.is_over for notice in notices] == [False, True]
     assert notices[0].title == "task typo is crash-looping" and "tokens.txt" in notices[0].text
+
+
+def test_crash_loop_needs_somebody_until_it_is_calm() -> None:
+    """It has workers, and stands among what the page shows first, with what its program said."""
+    cluster = cluster_of(1)
+    cluster.submit("typo", max_workers=1)
+    cluster.run()
+    for _ in range(2):
+        assert not [alarm for alarm in state_alarms(cluster.state) if alarm.subject == "typo"]
+        end(cluster, "typo")
+        cluster.run()
+    (row,) = [row for row in attention(cluster.state) if row["alarm"] == "task-waiting:typo"]
+    assert row["what"].startswith("task typo crash-looping (2 times: FileNotFoundError: ")
+    assert row["remedy"] == "unicronctl logs typo" and row["place"] == "tasks"
+    cluster.train("typo", 10)
+    assert not state_alarms(cluster.state)
 
 
 def test_failing_task_takes_only_idle_workers() -> None:

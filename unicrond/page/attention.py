@@ -4,8 +4,8 @@ Rules
 -----
 * Only what does not pass by itself, and what is under way: open incidents, decisions that are held (nodes/brakes.py),
   nodes that are out without a person's order (of an outage that is held its incident and the head's alarm tell),
-  tasks without workers, tasks that have failed and did a step or were submitted within the last hour. Incidents come
-  first, the worst of them before the others.
+  tasks without workers, whose program fails again and again or diverges, tasks that have failed and did a step or were
+  submitted within the last hour. Incidents come first, the worst of them before the others.
 * An incident stands with the first line of its account (views/accounts.py).
 * The alarms of a head are no part of a state: the page shows them before these.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from unicrond.core.faults.program_faults import diverging_text, is_looping, looping_text
 from unicrond.core.nodes import outages
 from unicrond.core.nodes.brakes import hold_text, mode_text, open_holds, remedy
 from unicrond.core.nodes.isolation import waits_for
@@ -46,7 +47,7 @@ def attention(state: ClusterState, hide: Callable[[str], str] = str, now_us: int
     for task in state.tasks.values():
         if text := _trouble_of_task(state, task):
             has_failed = task.status is TaskStatus.FAILED
-            command = f"unicronctl {'logs' if has_failed else 'describe task'} {task.name}"
+            command = f"unicronctl {'logs' if has_failed or is_looping(task) else 'describe task'} {task.name}"
             alarm = f"task-{'failed' if has_failed else 'waiting'}:{task.name}"
             rows.append(_row(f"task {task.name} {text}", command, "tasks", alarm))
     rows += [
@@ -82,7 +83,8 @@ def _trouble_of_task(state: ClusterState, task: Task) -> str:
         return f"has failed: {task.ending.reason.partition(chr(10))[0]}" if recent else ""
     if task.status is not TaskStatus.ACTIVE:
         return ""
-    return pending_reason(state, task)
+    looping = looping_text(task) if is_looping(task) else ""
+    return "; ".join(filter(None, (pending_reason(state, task), diverging_text(task), looping)))
 
 
 def _trouble_of_node(state: ClusterState, node: Node) -> Iterator[tuple[str, str]]:
