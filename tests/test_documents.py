@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 import subprocess
@@ -101,6 +102,23 @@ def test_documents_name_existing_code() -> None:
         if CODE_PATH.match(span) and not (ROOT / span).exists()
     ]
     assert not dead
+
+
+def test_each_promise_of_who_pays_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "operate" / "who-pays.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|") and not re.match(r"\|(?:-| seen| # )", line)]
+    assert [int(row.split("|")[1]) for row in rows if row.split("|")[1].strip().isdigit()] == list(range(1, 14))
+    assert len(rows) == 13 + 8, "so many promises"
+    functions: dict[str, set[str]] = {}
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for path, name in named:
+            if path not in functions:
+                nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+                kinds = ast.FunctionDef | ast.AsyncFunctionDef
+                functions[path] = {node.name for node in nodes if isinstance(node, kinds)}
+            assert name in functions[path], f"{path} has no {name}"
 
 
 # --- commands ------------------------------------------------------------------------------------

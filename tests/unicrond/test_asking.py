@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import aiohttp
 import pytest
 
 from tests.replay.logs import troubled
@@ -261,6 +262,20 @@ async def test_story_and_verify_match_exported_log(
     assert (await ctl("story", "nothing")).code == 2 and (await ctl("story", "node", "nothing")).code == 2
     by_api, by_file = json.loads((await ctl("verify", "--json")).out), json.loads(await of_file("verify", "--json"))
     assert by_api == by_file
+
+
+async def test_incidents_command_groups_by_cause_and_story_tells_of_the_last_hours(ctl: Ctl, served: Served) -> None:
+    rows = json.loads((await ctl("incidents", "--json")).out)
+    assert [row["cause"] for row in rows] == ["hardware", "unknown"] and rows[0]["kind"] == "node_lost"
+    assert sum(row["count"] for row in rows) == served.coordinator.state.incidents_total
+    table = (await ctl("incidents")).out.splitlines()
+    assert table[1].startswith("hardware") and "node_lost" in table[1] and len(table) == 1 + len(rows)
+    last_hours, page = [(await ctl("story", "--since", since)).out for since in ("8h", "2001-01-01T00:00:00Z")]
+    assert last_hours.startswith("The cluster from ") and "node n4 lost" in last_hours
+    assert page.index("hardware") < page.index("unknown") < page.index("Tasks: ")
+    async with aiohttp.ClientSession() as session, session.get(f"{served.url}/v1/story?since_us=0") as answer:
+        lines = (await answer.json())["lines"]
+    assert lines[1:] == page.splitlines()[1:], "the web page shows the same"
 
 
 def test_verify_stops_at_any_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

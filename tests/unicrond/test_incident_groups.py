@@ -60,6 +60,15 @@ def test_hardware_is_grouped_by_kind_alone(kind: str) -> None:
     assert signature_of(replace(segfault(1), kind=kind)) == ""
 
 
+def test_two_real_incidents_stand_before_fifty_of_a_script() -> None:
+    scripts = [missing(number, "/data/tokens.bin") for number in range(50)]
+    lost, ecc = (
+        replace(segfault(number), kind=kind, log_tail="") for number, kind in ((60, "node_lost"), (61, "ecc_error"))
+    )
+    groups = incident_groups([*scripts[:25], lost, *scripts[25:], ecc])
+    assert [(group.cause, group.count) for group in groups] == [("hardware", 1), ("hardware", 1), ("program", 50)]
+
+
 def test_long_signatures_keep_the_function() -> None:
     incident = died(1, SEGFAULT.format(number=1, function="launch", file="kernel.py"), "x" * 500)
     assert signature_of(incident).endswith("in launch of kernel.py") and len(signature_of(incident)) <= 120
