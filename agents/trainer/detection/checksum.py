@@ -43,7 +43,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     """Return another checksum of the tensors' bits, above 0 and below 2**62, for each iteration: several times as fast,
     as it sums 64-bit words, whose overflow is the same everywhere."""
     with torch.no_grad():
-        sums = [_words(tensor).sum() for tensor in tensors if tensor.numel()]
+        sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.numel()]
         if not sums:
             return 1
         stacked = torch.stack(sums)
@@ -52,11 +52,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bits as integers: 64-bit ones with several elements in each, where its size allows it. They
-    do not depend on where it lies."""
+    """Return the tensor's bits as integers: 64-bit ones with several elements in each, where its size allows it, which
+    do not depend on where it lies; else one for each element."""
     flat = tensor.reshape(-1)
     if flat.numel() * flat.element_size() % 8:
-        return _bits(flat).long()
+        return _bits(flat)
     is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
     return (flat if is_aligned else flat.clone()).view(torch.int64)
 
