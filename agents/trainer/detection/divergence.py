@@ -10,15 +10,18 @@ Rules
   the state. (Of faults of memory few come just then.) So no newcomer is accused, in whichever group it is by then. A
   replica that receives the state because it was at fault is none.
 * Gradients of one micro-batch that differ by rounding (ROUNDING of their norm) are other kernels, devices or versions:
-  no bits are kept then (`process/determinism.py`), but it is the same training.
+  no bits are kept then (`process/determinism.py`), but it is the same training. So they count as the same here, and
+  what more than half of the replicas confirm is a group of norms that are close.
+* Gradients that are not finite are a result like others; where most replicas have them they say nothing, for a loss
+  scale is too large at first.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections import Counter
 from collections.abc import Collection, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from unicrond.agents.trainer.detection.checksum import minority_ranks
@@ -29,6 +32,8 @@ ROUNDING = 1e-3
 #: Marks a number that holds a norm as well; hooks of before send smaller ones.
 _WITH_NORM = 2**62
 _BITS = 31
+#: Stands for the norms that a float32 does not hold.
+_OVERFLOW = 3e38
 
 
 class ReplicaDifference(NamedTuple):
@@ -55,28 +60,42 @@ def judge_parameters(checksums: Sequence[int], newcomers: Collection[int]) -> Re
 
 def gradients_number(checksum: int, norm: float) -> int:
     """Return checksum and norm of a micro-batch's gradients as one positive number of 63 bits."""
-    norm_bits: int = struct.unpack("<I", struct.pack("<f", min(abs(norm), 3e38)))[0]
+    norm_bits: int = struct.unpack("<I", struct.pack("<f", min(abs(norm), _OVERFLOW)))[0]
     return _WITH_NORM | norm_bits << _BITS | checksum % (1 << _BITS)
 
 
 def judge_gradients(rows: Sequence[Sequence[int]]) -> ReplicaDifference:
     """Judge the numbers of one micro-batch's gradients (`gradients_number`) that each replica has computed twice."""
-    numbers = [number for row in rows for number in row]
-    if len(set(numbers)) == 1 or min(numbers) < _WITH_NORM or _are_close(numbers):
+    if min(number for row in rows for number in row) < _WITH_NORM:
         return ReplicaDifference()
-    steady = Counter(row[0] for row in rows if len(set(row)) == 1)
-    confirmed, count = steady.most_common(1)[0] if steady else (0, 0)
-    if 2 * count > len(rows):
-        return ReplicaDifference(odd=tuple(rank for rank, row in enumerate(rows) if not _are_close([confirmed, *row])))
-    return ReplicaDifference("unequal" if all(_are_close(row) for row in rows) else "unsteady")
+    norms = [[_norm(number) for number in row] for row in rows]
+    overflows = [row for row in norms if not any(map(math.isfinite, row))]
+    if 2 * len(overflows) > len(rows):
+        return ReplicaDifference()
+    steady = sorted(row for row in norms if _are_close(row))
+    confirmed = _largest_group(steady)
+    if 2 * len(confirmed) > len(rows):
+        middle = median(norm for row in confirmed for norm in row)
+        return ReplicaDifference(odd=tuple(rank for rank, row in enumerate(norms) if not _are_close([middle, *row])))
+    return ReplicaDifference("unequal" if len(steady) + len(overflows) == len(rows) else "unsteady")
 
 
-def _are_close(numbers: Sequence[int]) -> bool:
-    """Return whether the norms differ by rounding alone. Those that overflow, as with a loss scale, say nothing."""
-    norms = [_norm(number) for number in numbers]
-    return not all(map(math.isfinite, norms)) or max(norms) - min(norms) <= ROUNDING * max(norms)
+def _largest_group(rows: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+    """Return the longest stretch of the rows, which are in ascending order, of which all norms are close."""
+    longest, first = rows[:0], 0
+    for stop in range(1, len(rows) + 1):
+        while not _are_close([norm for row in rows[first:stop] for norm in row]):
+            first += 1
+        longest = max(longest, rows[first:stop], key=len)
+    return longest
+
+
+def _are_close(norms: Sequence[float]) -> bool:
+    """Return whether the norms differ by rounding alone."""
+    return all(map(math.isfinite, norms)) and max(norms) - min(norms) <= ROUNDING * max(norms)
 
 
 def _norm(number: int) -> float:
+    """Return the norm of the number; infinity where it overflowed."""
     (norm,) = struct.unpack("<f", struct.pack("<I", (number - _WITH_NORM) >> _BITS))
-    return float(norm)
+    return float(norm) if norm < _OVERFLOW / 2 else math.inf
