@@ -115,7 +115,7 @@ ExitCause: TypeAlias = Literal["unknown", "exited", "signalled", "core_dumped", 
 #: What a suspicion of silent corruption rests on.
 CorruptionSign: TypeAlias = Literal["loss", "gradient_norm", "checksum", "micro_batch"]
 #: By what a program is seen to train something else on each replica, or each time; see DivergenceObserved.
-DivergenceSign: TypeAlias = Literal["unsteady", "unequal", "newcomer", "parameters"]
+DivergenceSign: TypeAlias = Literal["unsteady", "unequal", "newcomer", "parameters", "environment"]
 #: The response that an error kind asks for: 1 reconfigure, 2 restart the process, 3 reattempt in place.
 SeverityLevel: TypeAlias = Literal[1, 2, 3]
 #: How a plan was computed: looked up in the table, solved with rows of an earlier solution, solved from nothing.

@@ -47,6 +47,10 @@ DIVERGENCES: Mapping[DivergenceSign, str] = {
         "no majority of the replicas has the same parameters; likely an optimizer or scheduler is not attached, a"
         " buffer is each replica's own, or the step draws random numbers; of two replicas one may have a memory fault"
     ),
+    "environment": (
+        "the replicas compute on different things, so that their results may differ by rounding, and no difference is"
+        " held against a replica; use GPUs or CPUs of one type, and the same versions and numerics flags"
+    ),
 }
 #: How many replicas whose parameters differ are accused at a time: each of the others accuses each of them.
 SUSPECTS_MAX = 8
@@ -229,7 +233,8 @@ class DivergenceObserved(PlacedObservation, frozen=True, kw_only=True):
 
     `sign` "unsteady", "unequal": of the gradients of one micro-batch that every replica has computed twice;
     "newcomer": the parameters of replicas that received their state in this generation differ from all others';
-    "parameters": no majority has the same parameters.
+    "parameters": no majority has the same parameters. "environment": they compute on different things; the task goes
+    on, whatever its `on_divergence`.
     """
 
     sign: DivergenceSign
@@ -241,4 +246,6 @@ class DivergenceObserved(PlacedObservation, frozen=True, kw_only=True):
 
 def divergence_text(iteration: int, sign: DivergenceSign) -> str:
     """Say since when a program diverges, what was seen of it, and its likely cause: the same words everywhere."""
+    if sign == "environment":
+        return f"deviates since iteration {iteration}: {DIVERGENCES[sign]}"
     return f"diverged since iteration {iteration}: {DIVERGENCES[sign]}"

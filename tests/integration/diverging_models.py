@@ -4,7 +4,8 @@
     args: [CASE, WORKER_NUMBER, FROM_ITERATION]
 
 CASE: `dropout` (no step.seed), `own-data` (each process has rows of its own), `schedule` (a learning rate by the
-process's own count), `flip` (one bit of that worker's parameters is another, once, from that iteration on), `none`.
+process's own count), `flip` (one bit of that worker's parameters is another, once, from that iteration on), `threads`
+(so, and that worker computes on two threads), `none`.
 Each process prints a line after each iteration: a digest of the parameters.
 """
 
@@ -49,10 +50,12 @@ def main(case: str, number: int, iteration: int) -> None:
     if case == "own-data":
         rows = rows + os.getpid() % 97
     is_odd = context.current().launch.worker.endswith(f".{number}")
+    if case == "threads" and is_odd:
+        torch.set_num_threads(2)
     hook = Hook.attach(model, optimizer, dataset_size=SAMPLES)
     for steps, step in enumerate(hook.steps()):
         for micro_batch in step:
-            if case == "flip" and is_odd and step.iteration >= iteration:
+            if case in ("flip", "threads") and is_odd and step.iteration >= iteration:
                 is_odd = False
                 flip(model)
             if case != "dropout":

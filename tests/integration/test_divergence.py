@@ -24,7 +24,7 @@ ITERATIONS = 14
 FLIPPED = 7
 
 
-def task(case: str, on_divergence: str = "stop") -> TaskSpec:
+def task(case: str, on_divergence: str = "stop", numerics: str = "exact") -> TaskSpec:
     return TaskSpec(
         name="t",
         entry=diverging_models.__file__,
@@ -33,8 +33,8 @@ def task(case: str, on_divergence: str = "stop") -> TaskSpec:
         global_batch=12,
         micro_batch=2,
         iterations=ITERATIONS,
-        accumulation="exact",
-        env={LANES: "3", "OMP_NUM_THREADS": "1"},
+        accumulation=numerics,  # type: ignore[arg-type]
+        env={"OMP_NUM_THREADS": "1"} | ({LANES: "3"} if numerics == "exact" else {}),
         checkpoint=CheckpointSpec(interval=0, memory_interval=0),
         on_divergence=on_divergence,  # type: ignore[arg-type]
     )
@@ -111,6 +111,19 @@ def test_flipped_bit_of_one_of_two_accuses_nobody(server: ForkServer, tmp_path: 
         begin(rig, names(2))
         rig.until(lambda: reports(rig) == {(worker, "parameters", FLIPPED) for worker in names(2)})
         stop(rig, names(2))
+
+
+@pytest.mark.parametrize("numerics", ["exact", "float"])
+def test_members_that_compute_on_different_things_report_that_and_go_on(
+    server: ForkServer, tmp_path: Path, numerics: str
+) -> None:
+    """They may differ by it: nobody is accused, and the program neither."""
+    with Rig(server, tmp_path, task("threads", numerics=numerics)) as rig:
+        begin(rig, names(3))
+        rig.until(lambda: rig.completed)
+        assert reports(rig) == {(worker, "environment", 1) for worker in names(3)}
+        assert not rig.of(CorruptionSuspected)
+    assert "2 threads" in (tmp_path / "t.1.log").read_text()
 
 
 def test_task_that_is_to_go_on_makes_every_step_with_a_replica_at_fault(server: ForkServer, tmp_path: Path) -> None:

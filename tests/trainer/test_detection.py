@@ -169,6 +169,12 @@ def test_deviating_environment_is_described() -> None:
     here, there = determinism.environment_number(own), determinism.environment_number("another GPU")
     assert determinism.deviating_ranks([here, here]) == ()
     assert determinism.deviating_ranks([here, there, here]) == (1,)
+    assert determinism.deviating_ranks([0, here, 0, there]) == (3,), "older hooks say nothing of it"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert determinism.environment() == f"{own}, high precision of float32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
     told = determinism.describe_deviation((1, 2), 1, own)
     assert told == f"replicas 1, 2 compute on something else than replica 0 (this one too: {own})"
     assert "this one not" in determinism.describe_deviation((1,), 0, own)

@@ -111,6 +111,26 @@ def test_one_member_diverges_nobodys_task(replicas: int) -> None:
     assert task.status is TaskStatus.ACTIVE and task.troubles.divergence is None
 
 
+def test_replicas_that_compute_on_different_things_are_told_and_go_on() -> None:
+    """What the program does later is another thing; one member's word for that does not count beside the others' for
+    this."""
+    cluster = diverging()
+    for reporter in range(3):
+        report(cluster, reporter, 1, "environment")
+    report(cluster, 0, 1, "parameters")
+    cluster.run()
+    task = cluster.state.tasks["big"]
+    assert task.status is TaskStatus.ACTIVE and blameless(cluster)
+    assert trouble_text(task) == v.divergence_text(1, "environment")
+    for reporter in range(3):
+        report(cluster, reporter, 9, "unsteady")
+    report(cluster, 0, 9, "environment")
+    cluster.run()
+    assert cluster.state.tasks["big"].status is TaskStatus.FAILED
+    notices = [notice for step in steps_of(cluster) for notice in step_notices(step) if notice.rule == "diverged"]
+    assert [notice.urgency for notice in notices] == ["warning", "critical"]
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.permutations(range(6)))
 def test_replica_of_two_workers_has_one_vote(order: list[int]) -> None:

@@ -4,7 +4,7 @@
 |---|---|
 | `task_failed` | a task has failed |
 | `crash_looping` | a task's program has failed for the second time since it was calm; once until it is calm again |
-| `diverged` | a task's program trains something else on each replica, or each time; once |
+| `diverged` | a task's program trains something else on each replica, or each time; its replicas compute on others |
 | `local_fault` | a task's program has failed on one node alone, and trains elsewhere; once until that is forgotten |
 | `sev1` | an incident is of SEV1, or has become so |
 | `isolated` | a node has been isolated |
@@ -221,10 +221,20 @@ def _crash_notices(before: ClusterState, after: ClusterState) -> Iterator[Notice
             title = f"task {name} is crash-looping no more"
             yield Notice(f"crash:{name}", "crash_looping", "info", title, is_over=True)
         yield from _local_fault_notices(name, old, task)
-        if task is not None and task.troubles.divergence and not (old and old.troubles.divergence):
-            commands = f"unicronctl describe task {name}", f"unicronctl logs {name}"
-            title = f"task {name} trains something else on each replica, or each time"
-            yield Notice(f"diverged:{name}", "diverged", "critical", title, diverging_text(task), commands)
+        yield from _divergence_notices(name, old, task)
+
+
+def _divergence_notices(name: str, old: Task | None, task: Task | None) -> Iterator[Notice]:
+    """Yield a notice when a task's program is first seen to diverge, and when its replicas' environments are."""
+    divergence = task.troubles.divergence if task is not None else None
+    if task is None or divergence is None or (old is not None and old.troubles.divergence == divergence):
+        return
+    urgency: Urgency = "critical"
+    title = f"task {name} trains something else on each replica, or each time"
+    if not divergence.is_programs:
+        title, urgency = f"replicas of task {name} compute on different things", "warning"
+    commands = f"unicronctl describe task {name}", f"unicronctl logs {name}"
+    yield Notice(f"diverged:{name}", "diverged", urgency, title, diverging_text(task), commands)
 
 
 def _local_fault_notices(name: str, old: Task | None, task: Task | None) -> Iterator[Notice]:

@@ -45,7 +45,8 @@ T = TypeVar("T")
 _MESSAGE_CHARS = 1024
 #: So many losses a report can name (unicrond.events.vocabulary.ErrorReported.lost).
 LOST_MAX = 64
-#: In groups of at most so many, older hooks expect a number for each member in the row of a position: none of ours.
+#: In groups of at most so many, older hooks expect a number for each member in the row of a position. They look at that
+#: of a member for itself never: where no sum is fixed it holds what the member computes on.
 _NUMBERS_MAX = 64
 #: The largest group whose members all report at once.
 ALL_REPORT_MAX = 64
@@ -72,7 +73,7 @@ class Rendezvous:
         self._workers: list[str] = []
         #: Of the last group's connections, also when it is left.
         self._ends = ConnectionEnds({})
-        #: With fixed sums: what each member of the present group computes on, as a number.
+        #: What each member of the present group computes on, as a number; () or 0: unknown.
         self.environments: tuple[int, ...] = ()
         #: To whom the connections were dead when the last group was left.
         self._lost_workers: tuple[str, ...] = ()
@@ -217,7 +218,10 @@ class Rendezvous:
         lanes = self._context.launch.spec.lanes > 0
         unused = [0] * (len(workers) if len(workers) <= _NUMBERS_MAX and not lanes else 0)
         ends = group.exchange_ends()
-        environment_row = [environment_number(environment())] if lanes else []
+        number = environment_number(environment())
+        environment_row = [number] if lanes else []
+        if unused:
+            unused[group.rank] = number
         row = position.row(micro_batches, buckets, lanes=lanes)
         rows = group.all_gather([len(position.spans), *environment_row, *unused, *row])
         group.finish()
@@ -226,7 +230,10 @@ class Rendezvous:
         gathered_rows = rows.read()
         first = 1 + len(environment_row) + len(unused)
         positions = [Position.from_row(row[first:], micro_batches, lanes=lanes) for row in gathered_rows]
-        self.environments = tuple(row[1] for row in gathered_rows) if lanes else ()
+        if lanes or unused:
+            self.environments = tuple(row[1 if lanes else 1 + rank] for rank, row in enumerate(gathered_rows))
+        else:
+            self.environments = ()
         if not sharded:
             return positions
         length = max(row[0] for row in gathered_rows)

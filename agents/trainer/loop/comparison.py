@@ -6,6 +6,8 @@ Rules
 * A replica at fault is accused by all others. The step is not made, for what that replica has computed stands in all
   sums: the iteration begins again, in the group without it; or with it, once it has received the state anew.
 * Where it is the program, every member says so, and waits to be ended. Nothing that is made of what differs is saved.
+* Members that compute on different things (`process/determinism.py`) say so, for they may differ by that. Then no
+  difference is held against a replica, nor against the program.
 * Where the task has `on_divergence: report`, every step is made. A replica at fault is accused and leaves at the next
   change of membership; a member that knows that the program diverges accuses nobody.
 """
@@ -13,9 +15,9 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from unicrond.agents.trainer.detection.divergence import judge_gradients
+from unicrond.agents.trainer.detection.divergence import ReplicaDifference, judge_gradients
 from unicrond.agents.trainer.detection.observing import Detection
 from unicrond.agents.trainer.groups.shard_group import Rendezvous
 from unicrond.agents.trainer.lifecycle import MemberState
@@ -38,8 +40,9 @@ class ReplicaComparison:
     context: Context
     rendezvous: Rendezvous
     detection: Detection
-    _reported_generation: int = 0
     _diverges: bool = False
+    #: In which generation each sign was sent last.
+    _sent: dict[DivergenceSign, int] = field(default_factory=dict)
 
     @property
     def _rank(self) -> int:
@@ -47,15 +50,16 @@ class ReplicaComparison:
         assert group is not None
         return group.rank
 
-    def compare_environments(self) -> None:
-        """Warn where members compute on other hardware or software than the first. Raises NotDeterministic."""
+    def compare_environments(self, iteration: int) -> None:
+        """Report where members compute on other hardware or software than the first. `iteration`: the newest that a
+        member works on. Raises NotDeterministic."""
         policy, ranks = self.context.settings.deterministic, self._deviating_ranks()
         if not ranks or policy == "off":
             return
         message = determinism.describe_deviation(ranks, self._rank, determinism.environment())
-        if policy == "require" and self._rank in ranks:
+        if policy == "require" and self._rank in ranks and self.context.launch.spec.lanes:
             raise determinism.NotDeterministic(f"deterministic: require: {message}")
-        self._warn_of_bits(message)
+        self._send("environment", max(1, iteration), f"; {message}")
 
     def _deviating_ranks(self) -> tuple[int, ...]:
         return determinism.deviating_ranks(self.rendezvous.environments)
@@ -67,7 +71,8 @@ class ReplicaComparison:
     def compare_gradients(self, rows: Sequence[Sequence[int]]) -> None:
         """Compare the numbers of one micro-batch's gradients, which each replica has computed twice. Raises
         NotDeterministic, Diverged, and MembershipSuperseded where a replica has been given up for it."""
-        difference, words = judge_gradients(rows), determinism.compare_checksums(rows)
+        difference = self._own_difference(judge_gradients(rows), self.member.ledger.iteration)
+        words = determinism.compare_checksums(rows)
         if difference.sign is not None:
             self._report(difference.sign, self.member.ledger.iteration)
         elif difference.odd:
@@ -84,7 +89,7 @@ class ReplicaComparison:
     def compare_parameters(self, iteration: int) -> None:
         """Compare the parameters that all replicas began the iteration with, before its step. Raises Diverged, and
         ReplicaDiffers where a replica is at fault."""
-        difference = self.detection.compare_parameters(self._rank)
+        difference = self._own_difference(self.detection.compare_parameters(self._rank), iteration)
         if difference.sign is not None:
             self._report(difference.sign, iteration)
         elif difference.odd:
@@ -95,6 +100,13 @@ class ReplicaComparison:
                 odd = ", ".join(self.member.peers[rank].worker for rank in difference.odd)
                 message = f"{odd}: other parameters than the majority before iteration {iteration}"
                 raise ReplicaDiffers(message, is_own=self._rank in difference.odd)
+
+    def _own_difference(self, difference: ReplicaDifference, iteration: int) -> ReplicaDifference:
+        """Return the difference; none where it may come from what the members compute on, which is reported then."""
+        if difference == ReplicaDifference() or difference.sign == "unsteady" or not self._deviating_ranks():
+            return difference
+        self._send("environment", iteration)
+        return ReplicaDifference()
 
     def _accuse(self, odd: Sequence[int], sign: CorruptionSign, iteration: int) -> None:
         if self._rank not in odd and not self._diverges:
@@ -108,19 +120,24 @@ class ReplicaComparison:
         channel.wait(lambda: channel.newest(generation, urgent_only=True) is not None, _EVICTION_S)
 
     def _report(self, sign: DivergenceSign, iteration: int) -> None:
-        """Report that the program diverges, once in each group. Then wait to be ended, unless the task is to go on, or
-        the members compute on different things, by which they differ anyway. Raises Diverged where no order comes."""
-        generation, context = self.rendezvous.generation, self.context
-        text = divergence_text(iteration, sign)
+        """Report that the program diverges. Then wait to be ended, unless the task is to go on. Raises Diverged where
+        no order comes."""
+        context = self.context
         self._diverges = True
-        if self._reported_generation != generation:
-            self._reported_generation = generation
-            print(f"{context.launch.worker}: {text}", flush=True)
-            context.channel.send(
-                DivergenceObserved(**context.launch.reporter, generation=generation, iteration=iteration, sign=sign)
-            )
-        if context.launch.spec.on_divergence == "report" or self._deviating_ranks():
+        self._send(sign, iteration)
+        if context.launch.spec.on_divergence == "report":
             return
         context.mark.idle()
         context.channel.wait(lambda: False, _STOP_S)
-        raise determinism.Diverged(text)
+        raise determinism.Diverged(divergence_text(iteration, sign))
+
+    def _send(self, sign: DivergenceSign, iteration: int, detail: str = "") -> None:
+        """Say by what sign replicas differ, once in each group."""
+        generation, context = self.rendezvous.generation, self.context
+        if self._sent.get(sign) == generation:
+            return
+        self._sent[sign] = generation
+        print(f"{context.launch.worker}: {divergence_text(iteration, sign)}{detail}", flush=True)
+        context.channel.send(
+            DivergenceObserved(**context.launch.reporter, generation=generation, iteration=iteration, sign=sign)
+        )

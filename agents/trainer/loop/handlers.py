@@ -159,7 +159,7 @@ class EffectHandlers:
     def _exchange_positions(self, effect: e.ExchangePositions) -> list[Position]:
         member, rendezvous = self.member, self.rendezvous
         positions = rendezvous.exchange(effect.position, member.micro_batches, member.buckets, sharded=effect.sharded)
-        self.comparison.compare_environments()
+        self.comparison.compare_environments(max(position.iteration for position in positions))
         return positions
 
     def _drop_old_group(self, effect: e.DropOldGroup) -> None:

@@ -6,9 +6,9 @@ Rules
   bits alone. They are compared with each other, and with the other replicas'.
 * Bits differ where kernels are not deterministic, or where GPUs are of different types. Then no sum keeps its bits over
   a change of the assignment; one line says so. `require` has the worker end instead; `off` leaves the check out.
-* A worker that joins later computes none twice: all would wait. It says with its position on what it computes
-  (`surroundings`: the device's type, the versions, and on the CPU its instructions and threads). Where that is other
-  than the first member's, one line says so, and with `require` the worker that differs ends.
+* A worker that joins later computes none twice: all would wait. Each says with its position on what it computes
+  (`environment`: the device's type, the versions, numerics flags, and on the CPU its instructions and threads). Where
+  that is other than the first member's, each member reports it, and with `require` the worker that differs ends.
 
 What computes the micro-batch: `hook.py`.
 """
@@ -53,9 +53,20 @@ def environment() -> str:
     """Describe what the bits of this process's kernels depend on."""
     if torch.cuda.is_initialized():
         versions = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {versions}"
-    instructions = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} {instructions}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {versions}{_flags()}"
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}{_flags()}"
+
+
+def _flags() -> str:
+    """Name the numerics flags that are not torch's defaults, which older hooks do not describe."""
+    precision = torch.get_float32_matmul_precision()
+    flags = {
+        f"{precision} precision of float32": precision != "highest",
+        "cuDNN's benchmark": torch.backends.cudnn.benchmark,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+    return "".join(f", {name}" for name, is_set in flags.items() if is_set)
 
 
 def environment_number(description: str) -> int:
@@ -64,8 +75,9 @@ def environment_number(description: str) -> int:
 
 
 def deviating_ranks(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose environment is not the first one's."""
-    return tuple(rank for rank, number in enumerate(numbers) if number != numbers[0])
+    """Return the ranks whose environment is not the first one's; 0: an older hook says none."""
+    first = next((number for number in numbers if number), 0)
+    return tuple(rank for rank, number in enumerate(numbers) if number not in (0, first))
 
 
 def describe_deviation(ranks: Sequence[int], rank: int, description: str) -> str:

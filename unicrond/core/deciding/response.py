@@ -306,8 +306,8 @@ def _can_spare(survey: Survey, node: Node) -> bool:
 def failure_reason(state: ClusterState, task: Task, policy: Policy) -> str:
     """Return why the task fails: its program diverges, the same failure on two nodes shows that it is the task's own,
     or it restarts without end; "" where it goes on."""
-    if task.spec.on_divergence == "stop" and (diverging := diverging_text(task)):
-        return f"{diverging} (on_divergence: stop)"
+    if task.spec.on_divergence == "stop" and task.troubles.program_diverges:
+        return f"{diverging_text(task)} (on_divergence: stop)"
     failing = _failing_nodes(state, task, policy)
     crashes = task.troubles.crashes or Crashes()
     early, is_nan = crashes.early >= _EARLY_MAX, crashes.same_nan >= _NAN_MAX

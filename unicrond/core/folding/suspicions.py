@@ -72,7 +72,7 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     if event.sign not in _CONVICTING or pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = pair
-    if event.generation != task.generation or not task.is_member(worker.worker) or task.troubles.divergence:
+    if event.generation != task.generation or not task.is_member(worker.worker) or task.troubles.program_diverges:
         return state
     accusers = task.group.accusations.get(worker.worker, {}) | {event.worker: event.iteration}
     task = replace(task, group=replace(task.group, accusations=task.group.accusations | {worker.worker: accusers}))
@@ -87,25 +87,31 @@ def divergence_observed(state: ClusterState, event: v.DivergenceObserved, _: Env
     """Record that the program of an active task diverges, once more than half of its replicas say so since the same
     iteration. It stays so: what is trained from then on is not what the program alone would train."""
     pair = find_worker(state, event.task, event.worker)
-    if pair is None or pair[0].status is not TaskStatus.ACTIVE or pair[0].troubles.divergence is not None:
+    if pair is None or pair[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = pair
+    divergence = task.troubles.divergence
+    if divergence is not None and (divergence.is_programs or event.sign == divergence.sign):
+        return state
     if event.generation != task.generation or not task.is_member(worker.worker):
         return state
-    reports = put(task.group.divergence_reports, worker.worker, event.iteration)
+    reports = put(task.group.divergence_reports, worker.worker, (event.iteration, event.sign))
     task = replace(task, group=replace(task.group, divergence_reports=reports))
-    if task.membership is not None and _most_agree(reports, task.membership, event.iteration):
+    if task.membership is not None and _most_agree(reports, task.membership, event):
         divergence = ProgramDivergence(since_iteration=event.iteration, sign=event.sign, at_us=state.now_us)
         task = replace(task, troubles=replace(task.troubles, divergence=divergence))
     return with_task(state, task)
 
 
-def _most_agree(reports: Mapping[str, int], membership: Membership, iteration: int) -> bool:
-    """Return whether members of more than half of the replicas name that iteration."""
+def _most_agree(
+    reports: Mapping[str, tuple[int, v.DivergenceSign]], membership: Membership, event: v.DivergenceObserved
+) -> bool:
+    """Return whether members of more than half of the replicas name the event's iteration and sign."""
     replicas = membership.replica_count
     if 2 * len(reports) <= replicas:  # what each report of many costs
         return False
-    agreeing = {member.replica for member in membership.members if reports.get(member.worker) == iteration}
+    report = event.iteration, event.sign
+    agreeing = {member.replica for member in membership.members if reports.get(member.worker) == report}
     return 2 * len(agreeing) > replicas
 
 

@@ -161,7 +161,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     so, until the newest group has met. `probing`: probes of the links between its members (faults/links.py).
     `leads`: of the generations whose reports may still come, the newest LEADS_MAX (rules/authority.py). `accusations`:
     per member whose parameters differ, who has said so, and before which iteration (folding/suspicions.py).
-    `divergence_reports`: per member, since which iteration it says that the program diverges.
+    `divergence_reports`: per member, since which iteration it says that the program diverges, and by what sign.
     """
 
     formed_after: int = always(0)
@@ -177,7 +177,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     probing: LinkProbing = LinkProbing()
     leads: tuple[Lead, ...] = ()
     accusations: dict[str, dict[str, int]] = {}
-    divergence_reports: Mapping[str, int] = {}
+    divergence_reports: Mapping[str, tuple[int, DivergenceSign]] = {}
 
 
 class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -228,6 +228,11 @@ class ProgramDivergence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     sign: DivergenceSign
     at_us: int
 
+    @property
+    def is_programs(self) -> bool:
+        """Return whether the program is the cause, not what its replicas compute on."""
+        return self.sign != "environment"
+
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
@@ -242,7 +247,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
     given up for that; `unclear_breaks`: how often of these another was as likely at fault. `evictions_us`: when workers
     were given up on suspicion, in the last hour (nodes/brakes.py). `divergence`: of its program, the first that was
-    seen.
+    seen; after one of its replicas' environments that of its program.
     """
 
     strikes: dict[str, int] = always({})
@@ -256,6 +261,11 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     local_faults: dict[str, LocalFault] = {}
     evictions_us: tuple[int, ...] = ()
     divergence: ProgramDivergence | None = None
+
+    @property
+    def program_diverges(self) -> bool:
+        """Return whether the program itself trains something else on each replica, or each time."""
+        return self.divergence is not None and self.divergence.is_programs
 
     @property
     def of_nodes(self) -> bool:
