@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ def test_healed_sgd_parameters_match_stock(server: ForkServer, tmp_path: Path) -
     apart = furthest(healed.shards, stock(tmp_path / "stock", f"{MODEL} {SGD}", 3))
     told(f"SGD: {apart:.2g} from stock DP3")
     assert apart <= 1e-7
+
+
+def test_masked_tokens_are_averaged_by_micro_batch_as_stock(server: ForkServer, tmp_path: Path) -> None:
+    """Without per-token loss each micro-batch counts alike, however many of its tokens count."""
+    flags = f"{SGD} --reset-position-ids --reset-attention-mask --eod-mask-loss"
+    healed = broken(server, tmp_path / "healed", task(flags), KILL, joins=False)
+    alone = stock(tmp_path / "stock", f"{MODEL} {flags}", 3)
+    apart = furthest(healed.shards, alone)
+    ours, theirs = logged(healed.logs["t.1"]), logged((tmp_path / "stock" / "log").read_text())
+    told(f"masked tokens: {apart:.2g} from stock DP3, losses {ours} and {theirs}")
+    assert apart <= 1e-7 and ours == pytest.approx(theirs, abs=2e-6)
 
 
 def test_healed_adam_parameters_match_stock_within_its_spread(server: ForkServer, tmp_path: Path) -> None:
@@ -43,3 +55,25 @@ def test_bf16_losses_match_stock(server: ForkServer, tmp_path: Path) -> None:
     apart = max(min(abs(a - b), abs(a - c)) for a, b, c in zip(ours, one, three, strict=True))
     told(f"bf16: losses {apart:.2g} from stock, which are {own:.2g} from its own between DP1 and DP3")
     assert apart <= max(2 * own, 2e-6)  # two units of what is logged
+
+
+def test_fp16_skips_iterations_as_stock(server: ForkServer, tmp_path: Path) -> None:
+    """The loss scale falls until gradients are finite, rises again, and falls: as on one rank, for on several ranks
+    Megatron divides by fewer micro-batches in the backward, and skips others."""
+    flags = (
+        f"{SGD.replace('--clip-grad 0', '--clip-grad 1')} --fp16 --initial-loss-scale 33554432 --loss-scale-window 4"
+        " --hysteresis 1 --accumulate-allreduce-grads-in-fp32"
+    )
+    model = MODEL.replace("--train-iters 5", "--train-iters 18")
+    healed = broken(server, tmp_path / "healed", task(flags, model=model), "kill@iteration=10,micro_batch=1")
+    alone = stock(tmp_path / "stock", f"{model} {flags}", 1)
+    ours, theirs = scales(healed.logs["t.1"]), scales((tmp_path / "stock" / "log").read_text())
+    assert ours == theirs and len(ours) == 18 and {skipped for *_, skipped in ours} >= {"0", "1"}
+    apart = furthest(healed.shards, alone)
+    told(f"fp16 with skipped iterations: {apart:.2g} from stock DP1")
+    assert apart <= 1e-7
+
+
+def scales(log: str) -> list[tuple[str, ...]]:
+    """Return the learning rate, the loss scale and the skips of each iteration that Megatron-LM has logged."""
+    return re.findall(r"learning rate: (\S+) .*loss scale: (\S+) .*skipped iterations: +(\d+) ", log)

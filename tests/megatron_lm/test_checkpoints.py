@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,32 @@ def test_task_checkpoint_resumes_in_stock(server: ForkServer, tmp_path: Path, wh
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "5"
     resumed = stock(tmp_path / "stock", f"{TEN} --load {tmp_path / 'saved'}", 1)
     assert whole.is_met_by(resumed, "a task's checkpoint in stock")
+
+
+def test_checkpoint_of_other_batch_size_goes_on_as_stock(server: ForkServer, tmp_path: Path) -> None:
+    """Its samples are behind, however many iterations of today's size that is; evaluation begins behind its own."""
+    model = TEN.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 2 --eval-interval 2")
+    smaller = model.replace("--global-batch-size 6", "--global-batch-size 4")
+    stock(tmp_path / "saved", f"{smaller} --save {tmp_path / 'saved'} --save-interval 4 --exit-interval 4", 1)
+    goes_on = f"{model} --load {tmp_path / 'saved'} --override-opt_param-scheduler"
+    one, three = (stock(tmp_path / f"dp{ranks}", goes_on, ranks) for ranks in (1, 3))
+    healed = broken(server, tmp_path / "healed", task(model=goes_on), "kill@iteration=7")
+    log, alone = healed.logs["t.1"], (tmp_path / "dp1" / "log").read_text()
+    assert consumed(log) == consumed(alone) == {iteration: 16 + 6 * (iteration - 4) for iteration in range(5, 11)}
+    assert validated(log) == pytest.approx(validated(alone), abs=2e-5)
+    assert furthest(healed.shards, one) <= 2 * furthest(one, three)
+
+
+def consumed(log: str) -> dict[int, int]:
+    """Return the consumed samples that Megatron-LM has logged, by iteration."""
+    pairs = re.findall(r" iteration +(\d+)/.* consumed samples: +(\d+) ", log)
+    return {int(iteration): int(samples) for iteration, samples in pairs}
+
+
+def validated(log: str) -> dict[int, float]:
+    """Return the losses of evaluations that Megatron-LM has logged, by iteration."""
+    pairs = re.findall(r"validation loss at iteration (\d+) .* lm loss value: (\S+) ", log)
+    return {int(iteration): float(loss) for iteration, loss in pairs}
 
 
 def test_failed_save_ends_nothing(server: ForkServer, tmp_path: Path) -> None:

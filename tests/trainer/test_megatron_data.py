@@ -190,7 +190,7 @@ def backward(wrapped: Any, value: float) -> None:
 
 def test_megatron_buffers_alias_first_sum() -> None:
     wrapped = chunk()
-    sums = BufferAccumulation([wrapped], 0, None, 1 << 20)
+    sums = BufferAccumulation([wrapped], 0, 1, None, 1 << 20)
     backward(wrapped, 2.0)
     buffer = wrapped[0].buffers_of_it
     assert buffer.grad_data.data_ptr() == sums.present.flat.data_ptr() == buffer.buckets[0].grad_data.data_ptr()
@@ -203,7 +203,7 @@ def test_megatron_buffers_alias_first_sum() -> None:
 
 def test_lane_sum_includes_counters_of_its_micro_batches() -> None:
     wrapped = chunk()
-    sums = BufferAccumulation([wrapped], 2, Lanes(4, 2), 1 << 20)
+    sums = BufferAccumulation([wrapped], 2, 1, Lanes(4, 2), 1 << 20)
     seen = []
     for lane, value in ((0, 2.0), (1, 3.0)):
         sums.select_lane(lane)
@@ -222,7 +222,7 @@ def test_lane_sum_includes_counters_of_its_micro_batches() -> None:
 
 def test_scratch_gradients_enter_no_sum() -> None:
     wrapped = chunk()
-    sums = BufferAccumulation([wrapped], 0, Lanes(2, 1), 1 << 20)
+    sums = BufferAccumulation([wrapped], 0, 1, Lanes(2, 1), 1 << 20)
     with sums.scratch_store() as gradients:
         backward(wrapped, 2.0)
         assert gradients.any()

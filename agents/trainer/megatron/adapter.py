@@ -60,6 +60,8 @@ class Adapter:
         self._data: list[MicroBatchLoader] = []
         self._loaders = 0
         self._evaluations = 0
+        #: Samples consumed beyond what iterations and evaluations come to: a checkpoint can be of another batch size.
+        self._train_offset = self._valid_offset = 0
         self._iteration = 0
         self._began_s = time.monotonic()
         #: The last checkpoint was not written.
@@ -167,7 +169,14 @@ class Adapter:
         build = partial(real, *rest, **options)
         if name == "train":
             ahead = args.num_workers > 0
-            data = MicroBatchLoader(build, dataset, args.global_batch_size, args.micro_batch_size, reads_ahead=ahead)
+            data = MicroBatchLoader(
+                build,
+                dataset,
+                args.global_batch_size,
+                args.micro_batch_size,
+                offset=consumed - args.iteration * args.global_batch_size,
+                reads_ahead=ahead,
+            )
             self._data.append(data)
             return data
         if name == "valid" and not args.full_validation:
@@ -177,7 +186,7 @@ class Adapter:
     def _validated(self) -> int:
         """Return the samples of validation data that were used before the present evaluation."""
         args = self._args
-        return int(self._evaluations * args.eval_iters * args.global_batch_size)
+        return self._valid_offset + int(self._evaluations * args.eval_iters * args.global_batch_size)
 
     # --- training --------------------------------------------------------------------------------
 
@@ -186,18 +195,21 @@ class Adapter:
         args, replaced = self._args, self._replaced
         assert replaced is not None
         loaded_iteration = args.iteration
+        self._take_offsets()
         if self._sharded is not None and loaded_iteration:
             self._sharded.adopt_loaded_parameters()
         config = self._training.get_model_config(model[0])
         trackers = Trackers(config)
         one_stage = self._training.mpu.get_pipeline_model_parallel_world_size() == 1
+        is_scaled_mean = args.fp16 and not args.calculate_per_token_loss
+        divided_by = args.global_batch_size // args.micro_batch_size if is_scaled_mean else 1
         self._hook = hook = Hook.attach(
             model,
             optimizer,
             scheduler,
             overlap=replaced.overlap and one_stage,
             loaded_iteration=loaded_iteration,
-            gradients=partial(BufferAccumulation, model, trackers.numel),
+            gradients=partial(BufferAccumulation, model, trackers.numel, divided_by),
         )
         if args.load and not args.finetune and getattr(args, "ckpt_step", None) is None:
             hook.look_for_program_state(partial(flags.newest_checkpoint, args.load))
@@ -222,10 +234,20 @@ class Adapter:
                     break
         return args.iteration, args.num_floating_point_operations_so_far
 
+    def _take_offsets(self) -> None:
+        """Note how many samples were consumed beyond what the iterations and evaluations behind come to: what `--load`
+        names can have been made with another batch size. Later checkpoints of this task come to the same."""
+        args = self._args
+        train, valid = args.consumed_train_samples, args.consumed_valid_samples
+        self._set_iteration(args.iteration)
+        self._train_offset = train - args.consumed_train_samples
+        if not isinstance(args.eval_iters, list):
+            self._valid_offset = valid - args.consumed_valid_samples
+
     def _set_iteration(self, iteration: int) -> None:
         args = self._args
         args.iteration = self._iteration = iteration
-        args.consumed_train_samples = iteration * args.global_batch_size
+        args.consumed_train_samples = self._train_offset + iteration * args.global_batch_size
         self._evaluations = iteration // args.eval_interval if args.eval_interval else 0
         args.consumed_valid_samples = self._validated() if not isinstance(args.eval_iters, list) else 0
 

@@ -40,9 +40,13 @@ class BufferStore(GradientStore):
 
 class BufferAccumulation(Accumulation):
     """The accumulation of the parameters in `chunks`, which DistributedDataParallel has wrapped. `tracked`: elements of
-    Megatron's auxiliary losses (`logs.py`). `lanes`, `bucket_bytes`: as of an accumulation."""
+    Megatron's auxiliary losses (`logs.py`). `divided_by`: what each gradient has been divided by in its backward.
+    `lanes`, `bucket_bytes`: as of an accumulation."""
 
-    def __init__(self, chunks: Sequence[Any], tracked: int, lanes: Lanes | None, bucket_bytes: int) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], tracked: int, divided_by: int, lanes: Lanes | None, bucket_bytes: int
+    ) -> None:
+        self.divided_by = divided_by
         self._buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._routers = [
             module
@@ -109,7 +113,7 @@ class BufferAccumulation(Accumulation):
             if start >= beside:
                 place.copy_(total)
             else:
-                torch.div(total, tokens, out=place)
+                torch.div(total, tokens / self.divided_by, out=place)
         self._enter(self._first)
 
 

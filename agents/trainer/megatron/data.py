@@ -33,12 +33,22 @@ _AHEAD = 2
 
 class MicroBatchLoader:
     """Training data, in place of one of Megatron's loaders: `next` returns the micro-batches requested, in that order.
-    `build`: Megatron's loader of a data set, from a number of consumed samples on. `reads_ahead`: in a thread."""
+    `build`: Megatron's loader of a data set, from a number of consumed samples on. `offset`: samples that were consumed
+    beyond what the iterations behind come to, for those of a checkpoint can have had another global batch.
+    `reads_ahead`: in a thread."""
 
     def __init__(
-        self, build: Build, dataset: Any, global_batch: int, micro_batch: int, *, reads_ahead: bool = False
+        self,
+        build: Build,
+        dataset: Any,
+        global_batch: int,
+        micro_batch: int,
+        *,
+        offset: int = 0,
+        reads_ahead: bool = False,
     ) -> None:
         self._build = build
+        self._offset = offset
         self._dataset = dataset
         self._micro_batch = micro_batch
         self._micro_batches = global_batch // micro_batch
@@ -91,7 +101,7 @@ class MicroBatchLoader:
         return self._indices[iteration]
 
     def _seek(self, micro_batch: int) -> None:
-        loader = self._build(self._dataset, micro_batch * self._micro_batch)
+        loader = self._build(self._dataset, self._offset + micro_batch * self._micro_batch)
         self._collate, self._lists, self._next = loader.collate_fn, iter(loader.batch_sampler), micro_batch
 
     def _next_indices(self) -> Any:

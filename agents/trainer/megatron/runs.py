@@ -8,6 +8,8 @@ Rules
   whole iteration's sum: what the schedule does to the loss behind that is without effect, so a gradient's bits do not
   depend on how many micro-batches a call has. The sum over all replicas is divided once, by what is counted: tokens, or
   micro-batches without per-token loss.
+* Under fp16's loss scale a gradient is divided by the iteration's micro-batches in its backward, as Megatron has it on
+  one data-parallel rank: else it would overflow at another scale, and other iterations would be skipped.
 * What is logged (the dictionaries that loss functions return) is added up beside the gradients (`buffers.py`).
 * An interleaved pipeline takes whole groups of pp micro-batches at least: a shorter list is filled up with its last
   micro-batch, without weight.
@@ -77,7 +79,8 @@ class ScheduleRuns:
         for data in self._data:
             data.request(step.iteration, padded, step.upcoming(whole), step.loading)
         scale = config.grad_scale_func
-        weigh = _Weighing(scale, per_token=config.calculate_per_token_loss)
+        divisor = self._sums.divided_by
+        weigh = _Weighing(lambda loss: scale(loss) / divisor, per_token=config.calculate_per_token_loss)
         forward_step = options["forward_step_func"]
         counts: Counter[int] = Counter()
 
@@ -90,7 +93,7 @@ class ScheduleRuns:
             return output, weigh.wrap(loss, counts=place < whole)
 
         if not config.calculate_per_token_loss:  # auxiliary losses are scaled by it, and divided by the call's length
-            config.grad_scale_func = lambda loss: scale(loss) * len(padded)
+            config.grad_scale_func = lambda loss: scale(loss) * len(padded) / divisor
         try:
             reports = schedule(**{**options, "forward_step_func": seeded, "num_microbatches": len(padded)})
         finally:
