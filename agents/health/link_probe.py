@@ -2,12 +2,12 @@
 
 Rules
 -----
-* A probe is a few rounds, one after the other. In each two connections are tried at once, from the node's address in
-  the training network. The first that has sent and got all its bytes shows that the link is not silent, both within
-  SLOW_S that the round was quick.
-* `good`: QUICK_MIN rounds were quick; on a good link the first two. `slow`: no longer so many of ROUNDS can be. Of one
-  round where 5 % of all packets are lost 2 of 5 are not quick, which said now this, now that; where a quarter is lost
-  49 of 50 are not. So 5 of 6 that are not say one thing of either link.
+* A probe is a few rounds, one after the other. Each tries two connections at once, from the node's address in the
+  training network. If one has sent and got all its bytes, the link is not silent. If both have within SLOW_S, the round
+  was quick.
+* `good`: QUICK_MIN rounds were quick; on a good link the first two. `slow`: no longer so many of ROUNDS can be. One
+  round says little: where 5 % of all packets are lost, 2 of 5 rounds are not quick; where a quarter is lost, 49 of 50.
+  Of either link up to six rounds say the same, probe after probe.
 * `silent`: no connection returned all bytes within LIMIT_S, or the network reports no route. A peer that refuses
   a connection is reachable: `unknown`, since its agent may be starting.
 * `unknown` also where this process got no CPU time meanwhile: a busy machine says nothing about the link.
@@ -181,7 +181,7 @@ async def _try_rounds(
             for task in late:
                 task.cancel()
         quick.append(not late and all(task.result() == "good" for task in pair))
-        if not late and pair[0].result() != "good":
+        if not late and all(task.result() != "good" for task in pair):
             return False  # refused, or no route: another round finds the same
     return is_quick
 

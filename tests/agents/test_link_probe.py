@@ -59,6 +59,22 @@ async def test_link_is_good_by_both_connections_and_silent_by_none(delays_s: tup
     assert await condition_of(delays_s) == condition
 
 
+@pytest.mark.parametrize(
+    ("first", "condition"), [(("unknown", "good"), "good"), (("unknown", "unknown"), "unknown")], ids=["one", "both"]
+)
+async def test_one_refused_connection_does_not_end_a_probe(
+    first: tuple[str, str], condition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another round tells more, unless both were refused."""
+    answers = itertools.chain(first, itertools.repeat("good"))
+
+    async def exchange(*_: object) -> str:
+        return next(answers)
+
+    monkeypatch.setattr("unicrond.agents.health.link_probe._exchange", exchange)
+    assert (await probe_peer(ProbedPeer(node="n2", host=HOST, port=1), HOST)).condition == condition
+
+
 def is_good(drawn: random.Random, late_share: float) -> bool:
     """What a probe says of a link of whose rounds so many are not quick."""
     quick: list[bool] = []
