@@ -2,18 +2,18 @@
 
 Rules
 -----
-* *A replica's*: more than half of all replicas have the same, and it has something else. It is accused by the others.
-* *The program's*: no majority has the same; or a result differs on one and the same replica, where no majority is
-  steady. Nobody is accused. So of two replicas neither is.
-* A *newcomer* has received its state from a replica that trains, has had the same parameters as all others since, and
-  that in NEWCOMER_ITERATIONS at most. Where none but newcomers differ, the program keeps something that is not part of
-  the state. (Of faults of memory few come just then.) So no newcomer is accused, in whichever group it is by then. A
-  replica that receives the state because it was at fault is none.
-* Gradients of one micro-batch that differ by rounding (ROUNDING of their norm) are other kernels, devices or versions:
-  no bits are kept then (`process/determinism.py`), but it is the same training. So they count as the same here, and
-  what more than half of the replicas confirm is a group of norms that are close.
-* Gradients that are not finite are a result like others; where most replicas have them they say nothing, for a loss
-  scale is too large at first.
+* *A replica's*: more than half of all replicas have the same, and it has something else. The others accuse it.
+* *The program's*: no majority has the same, or no majority is steady and one replica computes something else each time.
+  Nobody is accused. So of two replicas neither is.
+* A *newcomer* has received its state from a replica that trains. It has had the same parameters as all others in one to
+  NEWCOMER_ITERATIONS iterations since. If only newcomers differ, the program keeps something that is not part of the
+  state. (Few faults of memory come just then.) So no newcomer is accused, in whichever group it is by then. A replica
+  that receives the state because it was at fault is no newcomer.
+* Gradients of one micro-batch that differ by rounding (ROUNDING of their norm) come from other kernels, devices or
+  versions. They count as the same here, though no bits are kept then (`process/determinism.py`). More than half of the
+  replicas confirm a result if their norms are close to each other.
+* A norm that is not finite is a result like others. If most replicas have one, it says nothing: a loss scale is too
+  large at first.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Compares what the replicas of a group compute with, and what they have computed; tells what is wrong, and acts on it.
+"""Compares the parameters and gradients of a group's replicas; reports what is wrong, and acts on it.
 
 Rules
 -----
-* What a difference means is judged by `detection/divergence.py`, from rows that all members have, so all act alike.
-* A replica at fault is accused by all others. The step is not made, for what that replica has computed stands in all
-  sums: the iteration begins again, in the group without it; or with it, once it has received the state anew.
-* Where it is the program, every member says so, and waits to be ended. Nothing that is made of what differs is saved.
-* Members that compute on different things (`process/determinism.py`) say so, for they may differ by that. Then no
-  difference is held against a replica, nor against the program.
-* Where the task has `on_divergence: report`, every step is made. A replica at fault is accused and leaves at the next
-  change of membership; a member that knows that the program diverges accuses nobody.
+* `detection/divergence.py` judges a difference from rows that all members have. So all members act alike.
+* All others accuse a replica at fault, and no member makes the step: all sums hold what that replica has computed. The
+  iteration begins again in the group without it. If it stays, it receives the state anew first.
+* If the program is at fault, every member reports that and waits to be ended. It makes no step and saves nothing more.
+* With `on_divergence: report` members make every step. They still accuse a replica at fault, which leaves at the next
+  change of membership. A member that knows that the program diverges accuses nobody.
+* Members that compute on different things (`process/determinism.py`) report that: they may differ by it. Then they hold
+  no difference against a replica, nor against the program.
 """
 
 from __future__ import annotations

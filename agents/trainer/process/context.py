@@ -31,7 +31,8 @@ class WorkerSettings:
     baseline.py); and how many bytes of gradients it reduces at a time.
 
     `hang_floor_s`: no iteration is late before that. `start_s`: as long as nothing is known of its iterations.
-    `checksum_every`: iterations from one comparison of the replicas' parameters to the next, 0: never. `standby_max`:
+    `checksum_every`: iterations from one checksum of the parameters in the log to the next, 0: replicas do not compare
+    their parameters at all; else they do so in each iteration. `standby_max`:
     standby groups are kept for so many replicas at most, 0: never. `deterministic`: see process/determinism.py.
     """
 

@@ -268,8 +268,9 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
 
 
 def _is_explained(task: Task, event: v.ErrorReported) -> bool:
-    """Return whether a member that the worker has lost has ended: the other losses are echoes of that. It ended as
-    expected if no incident of this generation is open, and is replaced as any member that is gone."""
+    """Return whether one of the peers that the worker has lost is a member whose process has ended. The caller has seen
+    that no incident of this generation is open, so that process ended as expected; the task's next membership leaves it
+    out. The worker's other losses follow from that end."""
     peers = {*event.lost_peers, event.peer} - {"", event.worker}
     return any(task.is_member(name) and name not in task.workers for name in peers)
 

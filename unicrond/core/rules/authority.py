@@ -24,7 +24,8 @@ Rules
   and what it says changes nothing: nobody can tell whether it was one.
 * A first replica saves before the log holds the step: the lead's agent sums steps up, and a shard may be of another
   node. The save of a group that another has replaced may come late, and what it has committed last may be told by the
-  next lead. Once that group has committed too, a save of a former member beyond all steps is a lie.
+  next lead. Once that group has committed too, a save of a former member beyond all steps is taken for a lie. (It is
+  none where all of its group were lost before the log had its last steps. Nobody can tell the two apart.)
 * A process that no command has started stands beside the task, on its node (`Node.strays`): no word of it counts.
 * One member's accusation convicts nobody (`folding/suspicions.py`): more than half of all replicas must say so, and so
   of a program that diverges.
