@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from unicrond.core.state.state import ClusterState, TaskStatus
+from unicrond.core.state.work_ledger import open_books
+from unicrond.core.worth.costs import settle
 from unicrond.ctl.client import ApiError, Client
 from unicrond.local.dev import DevCluster, small_cluster
+from unicrond.views.goodput_report import open_report
 
 TASK = "big"
 TIMEOUT_S = 180.0
@@ -96,6 +99,14 @@ class Live:
         """The log's events of these types, of all if none is named, after a sequence number."""
         return [line.envelope["event"] for line in self.client.events(after) if not types or line.type in types]
 
+    async def assert_books_close(self) -> None:
+        """What was delivered and each loss are within the whole and make it up, of the cluster and of each task. A head
+        that a test has stopped is not asked."""
+        with contextlib.suppress(ApiError):
+            state, _ = await self.dev.state()
+            assert not open_books(settle(state.ledger, state.now_us))
+            assert not open_report(await asyncio.to_thread(self.client.goodput))
+
     async def run(self, program: str, *arguments: str) -> str:
         """What the program says, one of ours in a process of its own. It must end well."""
         process = await asyncio.create_subprocess_exec(
@@ -124,7 +135,9 @@ async def live_cluster(
     async with small_cluster(
         directory, nodes=nodes, heartbeat_s=heartbeat_s, settings=settings, keys=keys, agents_hand_over=agents_hand_over
     ) as dev:
-        yield Live(dev, workers)
+        live = Live(dev, workers)
+        yield live
+        await live.assert_books_close()
 
 
 def told_members(decided: dict[str, Any]) -> list[str]:
