@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unicrond.agents.protocol.marks import Marker
 from unicrond.agents.protocol.messages import Reporter
-from unicrond.agents.trainer.detection.checksum import digest
+from unicrond.agents.trainer.detection.checksum import ParameterDigest
 from unicrond.agents.trainer.detection.divergence import (
     ReplicaDifference,
     gradients_number,
@@ -184,14 +184,19 @@ def test_numbers_of_older_hooks_are_not_judged() -> None:
 @pytest.mark.parametrize("size", [1, 3, 4, 16])
 def test_digest_sees_any_single_bit(dtype: torch.dtype, size: int) -> None:
     parameters = [torch.zeros(size, dtype=dtype), torch.ones(5), torch.ones(9)[1:]]
-    before = digest(parameters)
-    assert before == digest([parameter.clone() for parameter in parameters]) and 0 < before < 2**62
+    digest = ParameterDigest(parameters)
+    before = digest.number()
+    clones = [parameter.clone() for parameter in parameters]
+    assert before == ParameterDigest(clones).number() == digest.number() and 0 < before < 2**62
     for parameter in parameters:
         bytes_of = parameter.view(torch.uint8)
         for place in range(bytes_of.numel()):
             for bit in (0, 7):
                 bytes_of[place] ^= 1 << bit
-                assert digest(parameters) != before
+                assert digest.number() != before
                 bytes_of[place] ^= 1 << bit
-    assert digest(parameters) == before
-    assert digest(parameters[:1]) != digest([parameters[0], parameters[1]])
+    assert digest.number() == before != ParameterDigest(parameters[:1]).number()
+    parameters[1].data = torch.zeros(5)
+    assert digest.number() != before, "it looks where the tensor lies now"
+    parameters[1].data = clones[1]
+    assert digest.number() == before

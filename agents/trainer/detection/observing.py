@@ -8,7 +8,7 @@ Rules
 * Compute time is a replica's own time for its micro-batches, waits excluded (`own_time.py`), told per micro-batch as
   they may be assigned unevenly. `stragglers.py` compares the replicas of each shard; all follow it, so that a new
   leader knows what was told, and the first replica tells.
-* Per iteration it costs a few microseconds, one pass over the gradients and one over the parameters (`digest`); every
+* Per iteration it costs a few microseconds, one pass over the gradients and one over the parameters; every
   `checksum_every` iterations that is a slower one, whose checksum the log gets.
 """
 
@@ -31,7 +31,7 @@ from unicrond.agents.protocol.marks import Marker, now_us
 from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS
 from unicrond.agents.trainer.detection.baseline import RECENT, SLOW, Baseline
-from unicrond.agents.trainer.detection.checksum import checksum, digest
+from unicrond.agents.trainer.detection.checksum import ParameterDigest, checksum
 from unicrond.agents.trainer.detection.divergence import NEWCOMER_ITERATIONS, ReplicaDifference, judge_parameters
 from unicrond.agents.trainer.detection.own_time import ComputeTime
 from unicrond.agents.trainer.detection.spikes import Spikes
@@ -103,6 +103,7 @@ class Detection:
         self._settings: WorkerSettings = settings
         self._interval = (spec.checkpoint.interval or 0) if spec.checkpoint.dir else 0
         self._parameters = list(parameters)
+        self._digest = ParameterDigest(self._parameters)
         self._baseline = Baseline(floor_us=int(settings.hang_floor_s * 1e6), start_us=int(settings.start_s * 1e6))
         self._spikes: dict[CorruptionSign, Spikes] = {
             "loss": Spikes(rise=1.0),
@@ -246,7 +247,7 @@ class Detection:
         self._iteration, self._sums = iteration, 0
         number = 0
         if self._settings.checksum_every:
-            number = checksum(self._parameters) if self.checksums_due(iteration) else digest(self._parameters)
+            number = checksum(self._parameters) if self.checksums_due(iteration) else self._digest.number()
         compute_time = self.compute_time
         compute_us = (
             compute_time.compute_us * micro_batches // max(1, compute_time.micro_batches)
