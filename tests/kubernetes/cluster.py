@@ -208,6 +208,10 @@ class Cluster(Live):
             self._client = self._new_client()
         return self._client
 
+    def forget_client(self) -> None:
+        """Have the next request read token and CA anew: the head's volume has others."""
+        self._client = None
+
     def _new_client(self) -> Client:
         address = self.kubectl("get", "service", "unicron-head", "-o", "jsonpath={.spec.clusterIP}")
         url = f"{address}:7470"

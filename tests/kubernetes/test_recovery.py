@@ -94,6 +94,7 @@ async def test_lost_volume_is_restored_from_backup(cluster: Cluster, record: Rec
     await go_on_as_stranger(cluster)
     await stand_still(cluster)
     await run(cluster, restore)
+    cluster.forget_client()
     await go_on(cluster)
     await cluster.until("all agents", up_on(*NODES))
     await cluster.training(None)
@@ -118,6 +119,7 @@ async def go_on_as_stranger(cluster: Cluster) -> None:
     await run(cluster, commands("The head stands still")[1])
     state = cluster.volumes / f"log-{HEAD}" / "state"
     await asyncio.to_thread(wait_until, (state / "log.json").exists, 60, "new log")
+    cluster.forget_client()
     await asyncio.to_thread(wait_until, cluster.is_live, 60, "live head")
     await asyncio.sleep(10)
     assert not (await cluster.state())[0].nodes, "an agent follows a head of another CA"

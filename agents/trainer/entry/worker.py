@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 from unicrond.agents.protocol.injection import FaultInjector
 from unicrond.agents.protocol.marks import Marker
@@ -22,11 +23,13 @@ from unicrond.agents.trainer.lifecycle.results import QuitRequested
 from unicrond.agents.trainer.process import context
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.context import Context, WorkerSettings
-from unicrond.agents.trainer.process.faults import LeftEarly, error_report
+from unicrond.agents.trainer.process.faults import LeftEarly, TrainsAlone, error_report
 from unicrond.events.megatron import command_line as megatron_lm
 from unicrond.events.vocabulary import TaskSpec
 
 _FLUSH_TIMEOUT_S = 2.0
+#: How often an optimizer may step before Hook.attach: some are stepped once or twice to make their state.
+_STEPS_ALONE_MAX = 10
 
 
 def run(launch: Launch) -> NoReturn:
@@ -121,7 +124,31 @@ def run_script(entry: str, args: Sequence[str]) -> None:
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
     dist.init_process_group = replica.refuse_second_world
+    _refuse_training_alone()
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _refuse_training_alone() -> None:
+    """Have TrainsAlone raised in a program whose optimizer steps on and on without the hook, as that of a trainer with
+    a loop of its own does: each worker would train the whole of it by itself."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    def count(optimizer: object, *_: object) -> None:
+        """Count a step of an optimizer, as long as nothing is attached."""
+        if context.current().finish is not None:
+            return
+        counts[optimizer] = counts.get(optimizer, 0) + 1
+        if counts[optimizer] > _STEPS_ALONE_MAX:
+            name = type(optimizer).__name__
+            raise TrainsAlone(
+                f"{name} has stepped {_STEPS_ALONE_MAX} times before Hook.attach: each worker trains alone. Loop over"
+                " hook.steps(); a trainer that owns the loop (Hugging Face, Lightning) has to give it up. What is"
+                " trained beforehand belongs into a script of its own"
+            )
+
+    register_optimizer_step_pre_hook(count)
 
 
 def _tell(channel: AgentChannel, error: BaseException) -> None:

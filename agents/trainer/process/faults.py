@@ -21,6 +21,10 @@ class LeftEarly(RuntimeError):
     """The program has left hook.steps() before its end, or ended with code 0 in mid-training."""
 
 
+class TrainsAlone(RuntimeError):
+    """The program trains without the hook, in each worker by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Symptom:
     """A row: the exception's type name and text (regular expressions, searched), and what they mean.
