@@ -184,7 +184,7 @@ class ForkServer:
         theirs.close()
         self.connection = ours
         self.incoming: Unframer[FromServer] = Unframer(FromServer)
-        ours.settimeout(60)
+        ours.settimeout(240)  # it imports torch first: a minute and more on a busy machine
         while True:
             for message in self.incoming.feed(self.connection.recv(65536)):
                 if isinstance(message, Inventory):
