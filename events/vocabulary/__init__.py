@@ -65,7 +65,7 @@ from unicrond.events.vocabulary.plans import (
 from unicrond.events.vocabulary.stacks import StackReader, StacksTaken, WorkerStack
 from unicrond.events.vocabulary.states import CheckpointSaved, SaveFailed, SnapshotStored, StateLoaded
 from unicrond.events.vocabulary.task_events import (
-    ReshapeRequested, TaskCancelled, TaskCompleted, TaskFailed, TaskReshaped, TaskSubmitted,
+    ProofRequested, ReshapeRequested, TaskCancelled, TaskCompleted, TaskFailed, TaskReshaped, TaskSubmitted,
     TaskUpdated,
 )
 from unicrond.events.vocabulary.tasks import (
@@ -189,6 +189,7 @@ __all__ = [
     "Positive",
     "ProbeLinks",
     "ProbedPeer",
+    "ProofRequested",
     "PublicKey",
     "RepairEnded",
     "RepairNeed",
@@ -251,8 +252,9 @@ __all__ = [
 ]  # fmt: skip
 
 AnyRequest: TypeAlias = (
-    TaskSubmitted | TaskUpdated | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested
-    | NodeEnrolled | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
+    TaskSubmitted | TaskUpdated | TaskCancelled | ProofRequested | ReshapeRequested
+    | NodeCordoned | NodeUncordoned | ForgetRequested | NodeEnrolled | NodeRevoked
+    | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
     | AlarmAcknowledged | AlarmSilenced | AlarmAssigned | ModeRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (

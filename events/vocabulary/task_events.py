@@ -50,7 +50,8 @@ def _beginning(spec: TaskSpec) -> str:
     """Say what a person has ordered about states of an earlier run of the name; "" for nothing."""
     mode = spec.start.mode if spec.start else ""
     source = f" {spec.start.source}" if spec.start and spec.start.source else ""
-    return f", --{mode}{f' of task{source}' if source else ''}" if mode else ""
+    proof = ", --prove" if spec.start and spec.start.prove else ""
+    return (f", --{mode}{f' of task{source}' if source else ''}" if mode else "") + proof
 
 
 class TaskCancelled(Request, frozen=True, kw_only=True):
@@ -64,6 +65,19 @@ class TaskCancelled(Request, frozen=True, kw_only=True):
     def wish(self) -> str:
         """Say what the person asks for."""
         return f"task {self.task} cancelled: {self.reason}"
+
+
+class ProofRequested(Request, frozen=True, kw_only=True):
+    """A person asks a running task for the proof that it heals: one of its workers is killed, and watched what
+    follows."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    task: Name
+
+    def wish(self) -> str:
+        """Say what the person asks for."""
+        return f"task {self.task} is to prove that it heals: one of its workers will be killed"
 
 
 class TaskUpdated(Request, frozen=True, kw_only=True):

@@ -118,7 +118,8 @@ class TaskStart(Value, frozen=True, kw_only=True):
     another name. "fork": it begins from the newest state of task `source`, in `source_dir` on storage. `run_id`:
     names this run; the states that it saves say so. `continues`: the earlier runs whose states it takes whatever they
     were made with, newest first: the head has compared. `is_changed`: a person has given the running task other
-    iterations or another learning rate, which says nothing about states of earlier runs.
+    iterations or another learning rate, which says nothing about states of earlier runs. `prove`: once it
+    trains, it is to prove that it heals (ProofRequested).
     """
 
     mode: StartMode = ""
@@ -127,6 +128,7 @@ class TaskStart(Value, frozen=True, kw_only=True):
     source_dir: Text = ""
     continues: tuple[Text, ...] = ()
     is_changed: bool = False
+    prove: bool = False
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):

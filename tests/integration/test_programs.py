@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest_asyncio
 
 from tests.integration.live import Live, live_cluster, members, seats
 from unicrond.agents.trainer.loop import corpus
+from unicrond.core.rules.healing_proofs import proof_text
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus
 from unicrond.ctl.inject import inject
 
@@ -163,4 +165,27 @@ async def test_hang_after_join_is_found_at_once(live: Live) -> None:
     assert seats(state, name)[survivor] == was[survivor], "the same process"
     limits = {e["limit_us"] for e in live.events("HangSuspected") if e["task"] == name}
     assert max(limits) < 20_000_000, "the limit of the task, not that of the unknown (600 s)"
+    await live.run("unicronctl", "--url", live.dev.url, "cancel", name)
+
+
+@in_one_loop
+async def test_task_is_armed_by_the_kill_of_one_worker(live: Live) -> None:
+    """As ordered with its submission, and again while it runs."""
+    name, before = "proved", await live.until("both nodes are there", lambda s: len(s.nodes) == 2, may_fail=True)
+    await live.submit(name, data=str(live.directory / "stdlib"), start={"prove": True})
+    text, killed = "", 0
+    for _ in range(2):
+
+        def is_armed(state: ClusterState) -> bool:
+            nonlocal text
+            text = proof_text(state, state.tasks[name]) if name in state.tasks else ""
+            return text.startswith("armed") and f"at iteration {killed}," not in text  # noqa: B023
+
+        state = await live.until("it is armed", is_armed, may_fail=True)
+        match = re.fullmatch(r"armed: SIGKILL of rank 1 at iteration (\d+), same bits", text)
+        assert match is not None, text
+        killed = int(match[1])
+        assert text in await live.run("unicronctl", "--url", live.dev.url, "status")
+        await live.run("unicronctl", "--url", live.dev.url, "prove", name)
+    assert not state.tasks[name].troubles.strikes and not live.events("NodeIsolated", after=before.seq)
     await live.run("unicronctl", "--url", live.dev.url, "cancel", name)

@@ -263,6 +263,7 @@ def _by_people(scene: _Scene) -> None:
     asked = v.ReshapeRequested(task="big", tp=1, pp=1, min_workers=1, max_workers=2, reason="by hand")
     cluster.append(asked, "api", term)
     cluster.run()
+    cluster.append(v.ProofRequested(task="big"), "api", term)
     update = v.TaskUpdated(task="big", priority=1, preemptible=True, reason="by hand")
     cluster.append(update, "api", term)
     cluster.run()

@@ -38,9 +38,10 @@ from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import needed_solves
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
+from unicrond.core.rules import healing_proofs as proofs
 from unicrond.core.rules.estimates import corrections, failure_rate
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.state import TaskStatus
+from unicrond.core.state.state import Task, TaskStatus
 from unicrond.events import vocabulary as v
 
 __all__ = ["decide", "needed_solves"]
@@ -92,6 +93,7 @@ def _reconcile(batch: DecisionBatch, solutions: Mapping[Problem, Solution], *, g
     for task in state.open_tasks:
         copies.tell_peers(batch, task)
         copies.drop_state(batch, task)
+        _prove(batch, task)
     for incident in state.incidents.values():
         closing.close_incident(batch, incident, fresh)
     _inject(batch)
@@ -108,6 +110,15 @@ def _learn(batch: DecisionBatch) -> None:
     estimate = failure_rate(batch.survey)
     if estimate is not None:
         batch.add(estimate)
+
+
+def _prove(batch: DecisionBatch, task: Task) -> None:
+    """Order the fault of a task that is to prove that it heals, once nothing else is to be done for it."""
+    proof = task.troubles.proof
+    if proof is None or proof.worker or not memberships.settled(batch.survey, task):
+        return
+    if task.membership is not None and task.membership.members and not proofs.missing(batch.state, task):
+        batch.add(proofs.order(batch.state, task, batch.command_id(task.membership.members[-1].node)))
 
 
 def _inject(batch: DecisionBatch) -> None:

@@ -187,6 +187,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.TaskSubmitted: tasks.task_submitted,
     v.TaskCancelled: tasks.task_cancelled,
     v.TaskUpdated: tasks.task_updated,
+    v.ProofRequested: tasks.proof_requested,
     v.ReshapeRequested: tasks.reshape_requested,
     v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unicrond.core.faults.program_faults import diverging_text, is_looping, looping_text
 from unicrond.core.nodes.brakes import hold_lines, mode_text
+from unicrond.core.rules.healing_proofs import proof_text
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
@@ -49,7 +50,6 @@ from unicrond.events.vocabulary.shape import Shape
 if TYPE_CHECKING:
     import argparse
 
-    from unicrond.events.vocabulary import TaskSpec
     from unicrond.events.vocabulary.field_types import StartMode
 
 
@@ -84,6 +84,7 @@ def status(options: argparse.Namespace) -> None:
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
         **_looping(state),
+        **_proofs(state),
         **{f"held {number}": line for number, line in enumerate(hold_lines(state), start=1)},
         "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
     }
@@ -133,6 +134,12 @@ def _looping(state: ClusterState) -> dict[str, str]:
     lines = {f"failing {number}": f"{task.name}: {looping_text(task)}" for number, task in enumerate(looping, start=1)}
     diverging = [(task, text) for task in state.tasks.values() if (text := diverging_text(task))]
     return lines | {f"diverged {n}": f"{task.name}: {text}" for n, (task, text) in enumerate(diverging, start=1)}
+
+
+def _proofs(state: ClusterState) -> dict[str, str]:
+    """Describe which tasks have proved that they heal, or are to."""
+    texts = [f"{task.name}: {text}" for task in state.tasks.values() if (text := proof_text(state, task))]
+    return {f"healing {number}": text for number, text in enumerate(texts, start=1)}
 
 
 def costs_line(costs: dict[str, float] | None) -> str:
@@ -262,10 +269,12 @@ def submit(options: argparse.Namespace) -> None:
 
     from unicrond.events.megatron import command_line as megatron_lm
     from unicrond.intake import megatron_task
-    from unicrond.intake.task_file import TaskFileError, load, loads
+    from unicrond.intake.task_file import TaskFileError, load, loads, with_start
 
     try:
         spec = loads(sys.stdin.read(), where="stdin") if options.file == "-" else load(Path(options.file))
+        mode: StartMode = "resume" if options.resume else "restart" if options.restart else ""
+        spec = with_start(spec, mode, fork=options.fork or "", prove=options.prove, where=options.file)
     except TaskFileError as error:
         raise UsageError(str(error)) from None
     except UnicodeDecodeError:
@@ -278,27 +287,10 @@ def submit(options: argparse.Namespace) -> None:
             "\n  ".join([f"{options.file}: task {spec.name} is valid", *summary]),
         )
         return
-    spec = _started(spec, options)
     answer = client_of(options).submit(msgspec.to_builtins(spec))
     _warn(answer)
     outlook = f"; {answer['outlook']}" if answer.get("outlook") else ""
     _say(options, answer, f"task {spec.name} submitted, at sequence {answer.get('seq')}{outlook}")
-
-
-def _started(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
-    """Return the file's task as the flags want it to begin."""
-    from msgspec.structs import replace
-
-    from unicrond.events.vocabulary import TaskStart
-    from unicrond.intake.task_file import TaskFileError, fork_of
-
-    if not options.fork:
-        mode: StartMode = "resume" if options.resume else "restart" if options.restart else ""
-        return replace(spec, start=TaskStart(mode=mode)) if mode else spec
-    try:
-        return fork_of(spec, options.fork, where=options.file)
-    except TaskFileError as error:
-        raise UsageError(str(error)) from None
 
 
 def _warn(answer: Mapping[str, Any]) -> None:
@@ -339,6 +331,13 @@ def cancel(options: argparse.Namespace) -> None:
     """Cancel a task."""
     answer = client_of(options).cancel(options.task, options.reason)
     _say(options, answer, f"task {options.task} cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
+
+
+def prove(options: argparse.Namespace) -> None:
+    """Have a task prove that it heals."""
+    answer = client_of(options).update(options.task, {}, of="prove")
+    text = f"task {options.task} will prove that it heals, ordered at sequence {answer.get('seq')}"
+    _say(options, answer, f"{text}; see `unicronctl tasks`")
 
 
 def reshape(options: argparse.Namespace) -> None:
@@ -421,6 +420,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "init-megatron": init_megatron,
     "checkpoint": checkpoint,
     "cancel": cancel,
+    "prove": prove,
     "reshape": reshape,
     "set": set_task,
     "mode": set_mode,

@@ -24,10 +24,12 @@ def add_tasks_control(commands: Commands) -> None:
             "submit - < task.yaml",
             "submit big.yaml --resume      # other settings, from the states that task big has saved",
             "submit big.yaml --restart     # from the seed; those states are kept in before-*/",
+            "submit big.yaml --prove       # and kill one of its workers, once it trains, to see that it heals",
             "submit big.yaml --fork big-2  # task big-2, from the newest state of task big",
         ),
         option("file", "FILE", "YAML; - reads stdin"),
         shared("--check", "needs no coordinator"),
+        switch("--prove", "have it prove in its first minutes that it heals, as `prove` does"),
     )
     add(
         submit.add_mutually_exclusive_group(),
@@ -48,6 +50,13 @@ def add_tasks_control(commands: Commands) -> None:
         option("words", "WORD", "behind --: the command line", nargs="*"),
     )
     add_to(commands, "cancel", "end a task; its checkpoints stay", ("cancel big --reason 'wrong data'",), TASK, REASON)
+    add_to(
+        commands,
+        "prove",
+        "prove that a running task heals: kill a worker and watch; `tasks` says how it stands (docs/use/task-files.md)",
+        ("prove big",),
+        TASK,
+    )
     add_to(
         commands,
         "reshape",

@@ -13,6 +13,7 @@ from unicrond.core.nodes.brakes import isolation_hold, observes
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment
 from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.rules.healing_proofs import proof_text
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.state.task_parts import Straggler
 from unicrond.core.state.work import achieved_waf, delivered_flop
@@ -238,6 +239,7 @@ def tasks_table(state: ClusterState, *, has_all_tasks: bool = True) -> Table:
                         "observed" * observes(state, task),
                         trouble_text(task),
                         pending_reason(state, task, has_all_tasks=has_all_tasks),
+                        proof_text(state, task),
                     ),
                 )
             )

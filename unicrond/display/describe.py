@@ -13,6 +13,7 @@ from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.nodes.outages import outcome
+from unicrond.core.rules.healing_proofs import proof_text
 from unicrond.core.state.state import ClusterState, Incident, Node, Task, TaskStatus
 from unicrond.core.state.state_bytes import to_json
 from unicrond.display.cluster_tables import (
@@ -100,6 +101,8 @@ def _task(state: ClusterState, name: str) -> list[Section]:
     }
     if task.reshaping.reshape:
         facts["changes to"] = str(task.reshaping.reshape.shape)
+    if proof := proof_text(state, task):
+        facts["healing"] = proof
     if diverging := diverging_text(task):
         facts["program"] += f"; {diverging}"
     crashes = task.troubles.crashes

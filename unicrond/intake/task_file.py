@@ -25,6 +25,7 @@ from unicrond.core.state.field_faults import FieldFault, Place
 from unicrond.core.tasks.task_rules import ENTRIES, PATHS
 from unicrond.core.tasks.task_validation import form_problems, task_problems
 from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec, TaskStart
+from unicrond.events.vocabulary.field_types import StartMode
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
 from unicrond.intake.throughput_preset import Preset, fill, fill_further_gpus, shorten_tables, take_preset
@@ -78,9 +79,16 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
     raise TaskFileError(f"{where}{line}: {first}{rest}")
 
 
-def fork_of(spec: TaskSpec, name: str, *, where: str) -> TaskSpec:
-    """Return the task `name` that begins from the newest state of the file's; its checkpoints lie beside those. `where`
-    names the file in errors. Raise TaskFileError where nothing may lie beside them."""
+def with_start(spec: TaskSpec, mode: StartMode, *, fork: str, prove: bool, where: str) -> TaskSpec:
+    """Return the file's task as a person orders it to begin. `fork`: the name of the task that begins from the newest
+    state of the file's, "" for the file's own; `where` names the file in errors. Raise TaskFileError."""
+    spec = _fork(spec, fork, where) if fork else spec
+    start = replace(spec.start or TaskStart(mode=mode), prove=prove)
+    return spec if start == TaskStart() else replace(spec, start=start)
+
+
+def _fork(spec: TaskSpec, name: str, where: str) -> TaskSpec:
+    """Return the fork, whose checkpoints lie beside the task's own. Raise TaskFileError where nothing may."""
     directory = spec.checkpoint.dir
     place = Path(os.path.normpath(directory))
     if directory and place.parent == place.parent.parent:

@@ -19,6 +19,7 @@ from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.gpu_types import node_types, of_assignment, of_members
 from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.rules.healing_proofs import proof_text
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
 from unicrond.core.state.work import LINEAR_FLOPS, iteration_flop
 from unicrond.core.worth.waf import waf_unit
@@ -147,6 +148,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
         "eta_us": iterations_left * pace_us if per_s else None,
         "checkpoint": task.progress.checkpoint_iteration,
         "stragglers": len(task.group.stragglers),
+        "healing": proof_text(state, task),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unicrond.core.folding import commands
+from unicrond.core.rules import healing_proofs as proofs
 from unicrond.core.state.alarms import ALARMS_MAX, AlarmHandling
 from unicrond.core.state.changes import find_worker, with_node, with_task, with_worker
 from unicrond.core.state.state import ClusterState, Injection, NodeStatus
@@ -29,7 +30,7 @@ def inject_fault(state: ClusterState, event: v.InjectFault, _: Envelope) -> Clus
     """Remove the request from the pending ones: its command has gone out to the node."""
     state = commands.count_command(state, event.node)
     if event.fault.excluded_from_blame:
-        state = _mark_injected(state, event.node, event.fault)
+        state = proofs.ordered(_mark_injected(state, event.node, event.fault), event)
     return replace(state, injections={name: i for name, i in state.injections.items() if name != event.injection})
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.core.faults.program_faults import diverging_text
+from unicrond.core.rules import healing_proofs as proofs
 from unicrond.core.rules.authority import leads_end
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
-from unicrond.core.state.task_parts import Copies, Numbers, Pace, Reshaping, TaskProgress
+from unicrond.core.state.task_parts import Copies, HealingProof, Numbers, Pace, Reshaping, TaskProgress, Troubles
 from unicrond.core.tasks.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
 from unicrond.core.tasks.task_validation import name_conflict
 from unicrond.core.worth import evidence
@@ -22,9 +23,11 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
     if name_conflict(state, event.spec.name):
         return state
     old = state.tasks.get(event.spec.name)
+    proof = HealingProof(requested_us=state.now_us) if event.spec.start and event.spec.start.prove else None
     return with_task(
         state,
         Task(
+            troubles=Troubles(proof=proof),
             spec=event.spec,
             status=TaskStatus.ACTIVE,
             submitted_seq=state.seq,
@@ -37,6 +40,14 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             copies=Copies(carriers=old.copies.carriers) if old else Copies(),
         ),
     )
+
+
+def proof_requested(state: ClusterState, event: v.ProofRequested, _: Envelope) -> ClusterState:
+    """Record that an active task is to prove that it heals."""
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    return with_task(state, proofs.with_request(task, state.now_us))
 
 
 def task_updated(state: ClusterState, event: v.TaskUpdated, _: Envelope) -> ClusterState:

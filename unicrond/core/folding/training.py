@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from unicrond.core.faults import local_faults
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import incidents
+from unicrond.core.rules import healing_proofs as proofs
 from unicrond.core.rules.authority import is_forgotten, saves_newest
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task
@@ -45,6 +46,8 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
         group=_group(group, event, formed_after, calm=calm),
         troubles=_troubles(task, event, state.now_us, newest=newest, calm=calm),
     )
+    if task.troubles.proof is not None:
+        task = proofs.after_commit(state, task, event)
     return with_task(state, task)
 
 

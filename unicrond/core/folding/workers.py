@@ -10,6 +10,7 @@ from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import incidents, strays
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.folding.responses import moving_average
+from unicrond.core.rules import healing_proofs as proofs
 from unicrond.core.state.changes import (
     find_worker,
     with_incident,
@@ -202,7 +203,7 @@ def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope
         return strays.without_strays(state, event.node, event.worker)
     task, worker = pair
     broken = incidents.broken_generation(task, [event.worker])
-    state = with_task(state, without_workers(task, [event.worker]))
+    state = proofs.after_exit(with_task(state, without_workers(task, [event.worker])), event)
     as_expected = event.is_expected or not worker.alive or worker.status is WorkerStatus.PARKED
     if not as_expected and task.status is TaskStatus.ACTIVE and not _ended_with_agent(state, event.node, envelope):
         state = _strike_exit(state, task, worker, event, broken, envelope)

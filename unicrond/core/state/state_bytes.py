@@ -104,6 +104,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "copies.carriers",
     "group.divergence_reports",
     "troubles.divergence",
+    "troubles.proof",
 )
 
 #: Where each field of a flat node stands in a Node.

@@ -234,6 +234,24 @@ class ProgramDivergence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return self.sign != "environment"
 
 
+class HealingProof(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The proof that a task heals (healing_proofs.py). `worker`, `rank`: which is killed, of `generation`; "": none
+    yet. `killed_iteration`: in which it has ended by the signal; `resumed_iteration`: the first that was committed
+    without it; `whole_iteration`: one that all its workers have computed since; 0: none yet. `armed_us`: when their
+    parameters had been compared after that; `bits`: what came of it, in words.
+    """
+
+    requested_us: int
+    worker: str = ""
+    rank: int = 0
+    generation: int = 0
+    killed_iteration: int = 0
+    resumed_iteration: int = 0
+    whole_iteration: int = 0
+    armed_us: int = 0
+    bits: str = ""
+
+
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
     are one blow; a worker that was started after it makes the next.
@@ -247,7 +265,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
     given up for that; `unclear_breaks`: how often of these another was as likely at fault. `evictions_us`: when workers
     were given up on suspicion, in the last hour (nodes/brakes.py). `divergence`: of its program, the first that was
-    seen; after one of its replicas' environments that of its program.
+    seen; after one of its replicas' environments that of its program. `proof`: that it heals; None: nobody has asked.
     """
 
     strikes: dict[str, int] = always({})
@@ -261,6 +279,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     local_faults: dict[str, LocalFault] = {}
     evictions_us: tuple[int, ...] = ()
     divergence: ProgramDivergence | None = None
+    proof: HealingProof | None = None
 
     @property
     def program_diverges(self) -> bool:

@@ -57,6 +57,7 @@ export class Tasks {
       points.length > 1 ? h("div", { class: "cards" }, [["loss", (point) => point.loss, (value) => value.toFixed(3)], ["step time", (point) => point.step, span], ["workers", (point) => point.replicas * task.tp * task.pp, String]].map(
         ([name, value, text]) => spark(name, points.map((point) => [point.us, value(point)]).filter(([, y]) => y !== null), text, colourOf(at)))) : h("p", { class: "faint" }, "no steps among the entries here"),
       h("p", { class: "faint" }, `weight ${task.weight}, generation ${task.generation}, newest checkpoint after iteration ${task.checkpoint}${task.stragglers ? `, ${task.stragglers} stragglers` : ""}`),
+      task.healing && h("p", { class: "faint" }, `healing is ${task.healing}`),
       taskButtons(this.source, task));
   }
 }

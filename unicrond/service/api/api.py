@@ -11,6 +11,7 @@
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
     POST /v1/tasks/NAME/update             another weight, priority, or other bounds: see request_bodies.py
+    POST /v1/tasks/NAME/prove              one worker is killed, and what follows watched (core/rules/healing_proofs.py)
     POST /v1/tasks/NAME/reshape            another layout or size: see core/rules/reshape_requests.py
     POST /v1/mode, /v1/tasks/NAME/mode     {"mode", "reason"}
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
@@ -169,6 +170,7 @@ class Api:
                 web.post("/v1/tasks", self.submit),
                 web.post("/v1/tasks/{task}/cancel", self.cancel),
                 web.post("/v1/tasks/{task}/update", self.update),
+                web.post("/v1/tasks/{task}/prove", self.prove),
                 web.post("/v1/tasks/{task}/reshape", self.reshape),
                 web.post("/v1/nodes/{node}/cordon", self.cordon),
                 web.post("/v1/nodes/{node}/uncordon", self.uncordon),
@@ -333,6 +335,11 @@ class Api:
         if (event.priority or 0) > max(0, task.spec.priority):
             require_scope_of_priority(_caller.get(), event.priority or 0)
         return await self._append(event, {"task": task.name, **event.settings}, 202)
+
+    async def prove(self, request: web.Request) -> web.Response:
+        """Have a running task prove that it heals: one of its workers is killed as soon as the task can bear it."""
+        task = self._task(request)
+        return await self._append(v.ProofRequested(task=task.name), {"task": task.name}, 202)
 
     async def reshape(self, request: web.Request) -> web.Response:
         """Submit another layout, or number of workers, for a running task. 400 says which field is wrong."""
