@@ -1,4 +1,5 @@
-"""Replicas that differ, in real training: the program's fault stops the task, a replica's costs that replica alone."""
+"""Replicas that differ, in real training: the program's fault stops the task, a replica's costs that replica alone.
+First the workers, by a rig's orders; at the end with a real head."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration import diverging_models
+from tests.integration.live import TASK, live_cluster
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.events.vocabulary import (
     LANES,
     CheckpointSpec,
@@ -22,6 +25,8 @@ from unicrond.events.vocabulary import (
 
 ITERATIONS = 14
 FLIPPED = 7
+#: For the agents of a real cluster: the workers import the models from here.
+ROOT = str(Path(__file__).parents[2])
 
 
 def task(case: str, on_divergence: str = "stop", numerics: str = "exact") -> TaskSpec:
@@ -164,3 +169,38 @@ def test_flipped_bit_enters_no_step(server: ForkServer, tmp_path: Path, is_evict
     assert len(sound) == ITERATIONS
     for worker in workers[1:] if is_evicted else workers:
         assert digests(tmp_path / "flipped", worker) == sound, worker
+
+
+# --- with a real head ------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+async def test_head_fails_task_whose_program_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    async with live_cluster(tmp_path, nodes=2, workers=2) as live:
+        await live.submit(entry=diverging_models.__file__, args=["dropout", "1", "1"], micro_batch=2)
+        state = await live.until("it fails", _has_ended, may_fail=True)
+        ending = state.tasks[TASK].ending.reason
+        assert ending == f"{divergence_text(1, 'unsteady')} (on_divergence: stop)"
+        assert not state.incidents_total and not any(node.isolation.active for node in state.nodes.values())
+        assert {event["sign"] for event in live.events("DivergenceObserved")} == {"unsteady"}
+        assert not live.events("StepCommitted")
+
+
+@pytest.mark.timeout(300)
+async def test_head_gives_up_replica_with_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead of three: its worker alone is replaced, and the task completes."""
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    async with live_cluster(tmp_path, nodes=3, workers=3) as live:
+        await live.submit(entry=diverging_models.__file__, args=["flip", "1", str(FLIPPED)], iterations=40)
+        state = await live.until("it completes", _has_ended)
+        assert state.tasks[TASK].status is TaskStatus.COMPLETED and not live.events("DivergenceObserved")
+        accusations = {(event["worker"], event["suspect"]) for event in live.events("CorruptionSuspected")}
+        assert accusations == {(f"{TASK}.2", f"{TASK}.1"), (f"{TASK}.3", f"{TASK}.1")}
+        incidents = [*state.closed_incidents, *state.incidents.values()]
+        assert [(incident.kind, incident.worker) for incident in incidents] == [("corruption", f"{TASK}.1")]
+        assert not any(node.isolation.active for node in state.nodes.values())
+
+
+def _has_ended(state: ClusterState) -> bool:
+    return TASK in state.tasks and state.tasks[TASK].status in (TaskStatus.FAILED, TaskStatus.COMPLETED)
