@@ -111,6 +111,13 @@ def test_head_that_a_liar_reached_is_not_deaf(cluster: MiniCluster, joined_s: in
     assert bool(deaf_heads_judge_nobody(state, lost, lambda at_us: at_us == beat_at_us)) is is_breach
 
 
+def test_head_loses_no_nodes_together_while_it_hears_none(cluster: MiniCluster) -> None:
+    names = tuple(cluster.state.nodes)
+    for lost, is_breach in ((names, True), (names[:2], False)):
+        event = v.NodesLost(nodes=lost, reason="silent")
+        assert bool(deaf_heads_judge_nobody(cluster.state, event, lambda _: False)) is is_breach
+
+
 def test_silence_of_all_explains_no_symptom(cluster: MiniCluster) -> None:
     cluster.kill_worker(cluster.hosts["n0"], next(iter(cluster.hosts["n0"].processes)))
     cluster.decide()

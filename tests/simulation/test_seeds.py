@@ -14,7 +14,10 @@ from msgspec.structs import replace
 from tests.seeds import SEEDS
 from unicrond.core import fold
 from unicrond.core.folding import silence
-from unicrond.core.nodes import outages
+from unicrond.core.nodes import brakes, outages
+from unicrond.core.nodes.deafness import Deafness
+from unicrond.core.rules import pinning
+from unicrond.core.tasks import starvation
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.simulation.cluster import coordinators, world
 from unicrond.replay.simulation.faults.faults import SimulatedFault
@@ -72,6 +75,44 @@ def test_bug_of_outages_is_caught_by_its_rule(
         monkeypatch.setattr(module, name, getattr(module, name))  # the mutant stays in this test
     MUTANTS[mutant].apply()
     assert simulate(seed, [replace(DOMAIN_DOWN, how="late", for_s=for_s)]).rule == rule
+
+
+#: Programs that fail in four ways, and fewer and fewer slots.
+GARBAGE = [
+    *(
+        SimulatedFault(kind="bad_program", at_s=14.0 + number, how=how, pick=number)
+        for number, how in enumerate(("raise", "raise_at_start", "nan", "raise"))
+    ),
+    SimulatedFault(kind="power_off", at_s=24.0, for_s=14.0, nodes=("n1",)),
+    SimulatedFault(kind="power_off", at_s=30.0, for_s=8.0, nodes=("n2",)),
+]
+
+
+SILENT = [SimulatedFault(kind="all_silent", at_s=10.0, for_s=18.0)]
+OBSERVED = [
+    SimulatedFault(kind="observe", at_s=14.0, for_s=22.0),
+    SimulatedFault(kind="ill_accelerator", at_s=20.0, for_s=8.0, nodes=("n1",), how="ecc_error", pick=1),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "faults", "rule"),
+    [
+        ("prefer_what_fails", GARBAGE, "programs_move_no_others"),
+        ("judge_when_deaf", SILENT, "deaf_heads_judge_nobody"),
+        ("act_while_observing", OBSERVED, "observation_moves_nothing"),
+    ],
+)
+def test_bug_of_judgement_is_caught_by_its_rule(
+    monkeypatch: pytest.MonkeyPatch, mutant: str, faults: list[SimulatedFault], rule: str
+) -> None:
+    assert not simulate(0, faults).rule
+    for owner, name in (
+        (starvation, "ranks"), (Deafness, "look"), (brakes, "observes"), (brakes, "_watcher_of"), (pinning, "observes")
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # the mutant stays in this test
+    MUTANTS[mutant].apply()
+    assert simulate(0, faults).rule == rule
 
 
 def test_copies_continue_after_full_disk_lost_peers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,6 +240,10 @@ def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, silenced: Ca
         if stranger is not None and stranger.joined_us > event.evidence.beat_at_us:
             return ""
         return f"{event.node} is lost, and none of {up} nodes is heard: {event.reason}"
+    if up >= 2 and isinstance(event, v.NodesLost):
+        others = [n.name for n in basis.nodes.values() if n.status is NodeStatus.UP and n.name not in event.nodes]
+        if not others:
+            return f"{', '.join(event.nodes)} are lost, and none of {up} nodes is heard: {event.reason}"
     if basis.silence is not None and isinstance(event, _JUDGEMENTS):
         return f"decided while no node is heard: {event.sentence()}"
     return ""
