@@ -91,13 +91,19 @@ def with_priorities(rng: Random, problem: Problem) -> Problem:
 
 
 def with_residents(rng: Random, problem: Problem) -> Problem:
-    """Return the problem with some workers of tasks of one layout on nodes that start none."""
+    """Return the problem with closed nodes, where some replicas of tasks of one layout stand, whole or in part."""
     tasks, closed = [], 0
     for task in problem.tasks:
-        most = 0 if task.alternatives else min(task.workers, problem.workers - closed)
-        tasks.append(replace(task, residents=rng.randint(0, most)))
-        closed += tasks[-1].residents
-    return replace(problem, tasks=tuple(tasks), closed=rng.randint(closed, problem.workers))
+        residents = []
+        for _ in range(0 if task.alternatives else rng.randint(0, task.workers // task.unit)):
+            here = rng.choice((task.unit, task.unit, rng.randint(1, task.unit // task.tp) * task.tp))
+            if closed + here <= problem.workers:
+                residents.append(here)
+                closed += here
+        tasks.append(replace(task, residents=tuple(sorted(residents, reverse=True))))
+    closed = rng.choice((closed, closed, rng.randint(closed, problem.workers)))
+    seats = random_seats(rng, problem.workers - closed) if problem.seats else ()
+    return replace(problem, tasks=tuple(tasks), closed=closed, seats=seats)
 
 
 def random_problem_of_layouts(rng: Random, most_tasks: int = 3, most_workers: int = 8) -> Problem:

@@ -88,6 +88,17 @@ def floor_worth(problem: Problem, task: TaskProblem) -> Fraction:
     return achieved * Fraction(problem.d_running_us) + waf(task, task.workers) * (Fraction(stop) - Fraction(heal))
 
 
+def newcomers_of(task: TaskProblem, workers: int, layout: int = 0) -> list[int]:
+    """Return how many of the workers are none that stand on a closed node: one number for each choice of those that
+    stay, as whole replicas."""
+    if layout:
+        return [workers]
+    stays = {(0, 0)}  # how many replicas, and how many of their workers are on closed nodes
+    for here in task.residents:
+        stays |= {(replicas + 1, residents + here) for replicas, residents in stays}
+    return sorted({workers - residents for replicas, residents in stays if replicas <= workers // task.unit})
+
+
 def finds_room(groups: list[int], slots: list[int]) -> bool:
     """Every way to seat them, the largest first."""
     if not groups:
@@ -122,19 +133,18 @@ def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], 
     slots = [size for size, nodes in problem.seats for _ in range(nodes)]
 
     def seated(plan: tuple[tuple[int, int], ...]) -> bool:
-        groups: list[int] = []
-        for task, (count, layout) in zip(problem.tasks, plan, strict=True):
-            tp = task.alternatives[layout - 1].shape.tp if layout else task.tp
-            groups += [tp] * (count // tp)
-        return finds_room(sorted(groups, reverse=True), slots)
-
-    def has_open_seats(plan: tuple[tuple[int, int], ...]) -> bool:
-        """Return whether all but residents find seats on nodes that start workers."""
-        newcomers = sum(
-            count if layout else max(0, count - task.residents)
-            for task, (count, layout) in zip(problem.tasks, plan, strict=True)
-        )
-        return newcomers <= problem.workers - problem.closed
+        """Return whether all but residents find seats on nodes that start workers, whichever residents stay."""
+        choices = list(zip(problem.tasks, plan, strict=True))
+        for newcomers in product(*(newcomers_of(task, *choice) for task, choice in choices)):
+            groups: list[int] = []
+            for (task, (_, layout)), count in zip(choices, newcomers, strict=True):
+                tp = task.alternatives[layout - 1].shape.tp if layout else task.tp
+                groups += [tp] * (count // tp)
+            if sum(newcomers) <= problem.workers - problem.closed and (
+                not slots or finds_room(sorted(groups, reverse=True), slots)
+            ):
+                return True
+        return False
 
     gains = [{c: gain(problem, t, *c) for c in legal_choices(problem, t)} for t in problem.tasks]
     best = None
@@ -146,7 +156,7 @@ def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], 
             for t, (k, layout) in zip(problem.tasks, plan, strict=True)
         )
         rank = (missed, -value, taste)
-        if (best is None or rank < best[0]) and has_open_seats(plan) and (not problem.seats or seated(plan)):
+        if (best is None or rank < best[0]) and seated(plan):
             best = (rank, plan, value)
     assert best is not None
     return tuple(k for k, _ in best[1]), tuple(layout for _, layout in best[1]), best[2]
@@ -154,20 +164,21 @@ def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], 
 
 def plain_dp(problem: Problem) -> tuple[list[object], Fraction]:
     """Return the shortfall and the objective of the best plan: every set of floors, then S(i, j) = max_k S(i-1, j-k) +
-    G(t_i, k), as in the paper, exact."""
+    G(t_i, k), as in the paper, exact; of the k only those count in j that are no residents."""
+    seats = problem.workers - problem.closed
     least = [min((k for k in legal_counts(problem, t) if k >= t.floor), default=None) for t in problem.tasks]
     sets = [
         counts
         for counts in product(*([0, k] if k and t.floor else [0] for t, k in zip(problem.tasks, least, strict=True)))
-        if sum(counts) <= problem.workers
+        if sum(newcomers_of(t, k)[0] for t, k in zip(problem.tasks, counts, strict=True)) <= seats
     ]
     floors = min(sets, key=lambda counts: shortfall(problem, counts))
-    row: list[Fraction | None] = [Fraction(0)] * (problem.workers + 1)
+    row: list[Fraction | None] = [Fraction(0)] * (seats + 1)
     for task, floor in zip(problem.tasks, floors, strict=True):
-        gains = {k: gain(problem, task, k) for k in legal_counts(problem, task) if k >= floor}
+        gains = [(newcomers_of(task, k)[0], gain(problem, task, k)) for k in legal_counts(problem, task) if k >= floor]
         row = [
-            max((before + g for k, g in gains.items() if k <= j and (before := row[j - k]) is not None), default=None)
-            for j in range(problem.workers + 1)
+            max((before + g for k, g in gains if k <= j and (before := row[j - k]) is not None), default=None)
+            for j in range(seats + 1)
         ]
     assert row[-1] is not None
     return shortfall(problem, floors), row[-1]

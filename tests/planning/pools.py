@@ -80,7 +80,7 @@ def every_deal(problem: Problem) -> Solution:
         if (pool.gpu, tasks) not in known:
             own = tuple(confined(pinned.tasks[i], pool.gpu)[0] for i in tasks)
             known[pool.gpu, tasks] = solve(
-                replace(problem, workers=pool.workers, seats=pool.seats, tasks=own, pools=())
+                replace(problem, workers=pool.workers, seats=pool.seats, closed=pool.closed, tasks=own, pools=())
             )
         return known[pool.gpu, tasks]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +13,11 @@ from msgspec.structs import replace
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, states_of, trained
 from unicrond.core.decide import decide
+from unicrond.core.deciding.plans import _placed
+from unicrond.core.planning.placement import place
+from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.situation import NextEvent, NodeArrival, NodeLoss, TaskEnd
+from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.rules.estimates import CALM_US, REPORTS_MIN
@@ -23,6 +29,7 @@ from unicrond.core.state.task_parts import WARM_UP, Pace
 from unicrond.core.state.work import LINEAR_FLOPS, iteration_flop
 from unicrond.core.worth.waf import linear_flops, throughput
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.shape import Shape
 
 
 def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None:
@@ -275,3 +282,84 @@ def test_residents_stay_where_a_task_shrinks_for_another() -> None:
     shares = cluster.state.plan.assignments
     assert sorted(shares["large"].replicas) == [("n0",), ("n0",), ("n1",)]
     assert shares["small"].replicas == (("n1",),)
+
+
+def test_plan_beside_cordoned_nodes_has_seats_for_all() -> None:
+    """Random clusters with replicas of one or more workers: whatever comes, ends or dies while nodes are cordoned."""
+    plans = 0
+    for seed in range(100):
+        cluster = cordoned_cluster(seed)
+        for number in range(3):
+            step, names = cluster.random.randrange(3), [task.name for task in cluster.state.active]
+            if step == 0:
+                submit_any(cluster, f"new{number}")
+            elif step == 1 and names:
+                cluster.append(
+                    v.TaskCancelled(task=cluster.random.choice(names), reason="test"), "api", cluster.state.term
+                )
+            else:
+                living = [w for name in names for w in cluster.state.tasks[name].workers.values() if w.alive]
+                for worker in cluster.random.sample(living, min(1, len(living))):
+                    cluster.kill_worker(cluster.hosts[worker.node], worker.worker)
+            begin = len(cluster.log)
+            cluster.run()
+            adopted = [entry.envelope.event for entry in list(cluster.log)[begin:]]
+            reasons = [event.reason for event in adopted if isinstance(event, v.PlanAdopted)]
+            assert all("no seat" not in reason for reason in reasons), (seed, reasons)
+            plans += len(reasons)
+    assert plans > 150
+
+
+def submit_any(cluster: MiniCluster, name: str) -> None:
+    """Submit a task of random size."""
+    rng = cluster.random
+    tp, pp = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)))
+    size, weight = tp * pp, float(rng.randint(1, 9))
+    cluster.submit(name, tp=tp, pp=pp, min_workers=size, max_workers=size * rng.randint(1, 4), weight=weight)
+
+
+def cordoned_cluster(seed: int) -> MiniCluster:
+    """Return a cluster of random nodes and tasks, which train, some of its nodes cordoned."""
+    cluster = MiniCluster(seed)
+    for number in range(cluster.random.randint(2, 6)):
+        cluster.add_host(f"n{number}", slots=cluster.random.choice((1, 2, 4)))
+    for number in range(cluster.random.randint(1, 4)):
+        submit_any(cluster, f"t{number}")
+    cluster.run()
+    for name, workers in cluster.state.plan.workers.items():
+        if workers:
+            cluster.train(name, 2)
+    for name in cluster.random.sample(list(cluster.hosts), cluster.random.randint(1, len(cluster.hosts))):
+        cluster.cordon(name)
+    cluster.run()
+    return cluster
+
+
+def test_fewest_workers_move_where_another_needs_a_node() -> None:
+    """A group of four needs the node of a pair, and the pair the seat of a single worker. To place all anew would move
+    another group of four as well."""
+    shapes = {"big": Shape(4), "pair": Shape(2), "ones": Shape(), "rest": Shape(4)}
+    slots = {"a": 4, "n1": 4, "n2": 3, "n3": 2}
+    current: dict[str, tuple[tuple[str, ...], ...]] = {
+        "big": (),
+        "pair": (("n1", "n1"),),
+        "ones": (("n2",), ("n2",), ("n3",)),
+        "rest": (("a",) * 4,),
+    }
+    counts = {"big": 1, "pair": 1, "ones": 3, "rest": 1}
+    survey: Any = SimpleNamespace(
+        barred_pairs=(),
+        nodes=SimpleNamespace(cordoned=[]),
+        failing=(),
+        avoided={},
+        held_nodes=(),
+        state=SimpleNamespace(
+            tasks={name: SimpleNamespace(spec=v.TaskSpec(name=name, max_workers=4)) for name in counts}
+        ),
+    )
+    solution = Solution(Problem(13, 1, 1, (), seats=((2, 1), (3, 1), (4, 2))), ())
+    assert place(counts, shapes, slots, current).short == {"big": 1}
+    assert place(counts, shapes, slots, {}).replicas["rest"] != current["rest"]
+    placement = _placed(survey, solution, slots, (counts, shapes, current), ({}, {}))
+    assert placement.replicas["big"] == (("n1",) * 4,) and placement.replicas["rest"] == current["rest"]
+    assert (Counter(placement.replicas["ones"]) - Counter(current["ones"])).total() == 1

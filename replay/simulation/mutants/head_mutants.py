@@ -313,7 +313,7 @@ def _keep_an_old_choice() -> None:
 def _mix_types() -> None:
     def make(_: Any) -> Any:
         """Build the replacement."""
-        return lambda counts, shapes, nodes, current, types: place(counts, shapes, nodes, current)
+        return lambda counts, shapes, nodes, current, types, *rules: place(counts, shapes, nodes, current, *rules)
 
     patch(deciding_plans, "place_apart", make)
 
@@ -324,9 +324,9 @@ def _one_pool_is_all() -> None:
     def make(room: Any) -> Any:
         """Wrap `room`."""
 
-        def wide(survey: Any, slots: Any, tasks: Any) -> Any:
+        def wide(survey: Any, slots: Any, tasks: Any, closed: Any = ()) -> Any:
             """Return the room with all slots in the first pool."""
-            fields = room(survey, slots, tasks)
+            fields = room(survey, slots, tasks, closed)
             if not fields["pools"]:
                 return fields
             first, *rest = fields["pools"]

@@ -17,7 +17,7 @@ from unicrond.core.deciding import links
 from unicrond.core.faults.program_faults import is_failing
 from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes.gpu_types import on_type
-from unicrond.core.planning.placement import Placement, Replica, place_apart
+from unicrond.core.planning.placement import Placement, Replica, place_apart, staying_replicas
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.rules.pinning import (
@@ -44,6 +44,8 @@ E = TypeVar("E", bound=AnyEvent)
 _SECOND_US = 1_000_000
 #: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is cut to it.
 FLOPS_MAX = 2**63 - 1
+#: How many tasks are moved alone, to find seats for another; the failing first, then those of low priority and weight.
+ALONE_MAX = 16
 
 
 def needed_solves(survey: Survey) -> list[Problem]:
@@ -121,38 +123,56 @@ def _placed(
     demand: tuple[Mapping[str, int], Mapping[str, Shape], Mapping[str, Sequence[Replica]]],
     types: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> Placement:
-    """Place the tasks; where one finds no seats, with more than a few that move, if there is room then."""
+    """Place the tasks; where one finds no seats so, with more that move, if all find some then: with the fewest workers
+    of tasks that do not fail, then with the fewest of all."""
     counts, shapes, current = demand
     placed = _placed_elsewhere(survey, slots, demand, types)
-    for staying in _other_stays(survey, solution, counts, current) if placed.short else ():
-        moved = place_apart(counts, shapes, slots, staying, types, survey.barred_pairs, survey.nodes.cordoned)
-        if not moved.short:
-            return moved
-    return placed
+    if not placed.short:
+        return placed
+
+    def moves(placement: Placement) -> tuple[int, int]:
+        """Return the key: the workers that start anew, of tasks that do not fail and of all."""
+        starts = {
+            name: (Counter(replicas) - Counter(current[name])).total() * shapes[name].workers
+            for name, replicas in placement.replicas.items()
+        }
+        return sum(workers for name, workers in starts.items() if name not in survey.failing), sum(starts.values())
+
+    placements = [
+        place_apart(counts, shapes, slots, staying, types, survey.barred_pairs, survey.nodes.cordoned)
+        for staying in _other_stays(survey, solution, slots, counts, current)
+    ]
+    return min((placement for placement in placements if not placement.short), key=moves, default=placed)
 
 
 def _other_stays(
-    survey: Survey, solution: Solution, counts: Mapping[str, int], current: Mapping[str, Sequence[Replica]]
+    survey: Survey,
+    solution: Solution,
+    slots: Mapping[str, int],
+    counts: Mapping[str, int],
+    current: Mapping[str, Sequence[Replica]],
 ) -> Iterator[Mapping[str, Sequence[Replica]]]:
-    """Yield the replicas that stay, where not all that might stay leave room for the others; few moves first."""
-    cordoned = frozenset(survey.nodes.cordoned)
-    residents = {
-        name: [nodes for nodes in replicas if not cordoned.isdisjoint(nodes)][: counts[name]]
-        for name, replicas in current.items()
-    }
+    """Yield the replicas that stay, where not all that might stay leave room for the others: residents before others;
+    of one task residents alone; of all tasks residents alone."""
+    cordoned, tasks = frozenset(survey.nodes.cordoned), survey.state.tasks
+    residents: dict[str, list[Replica]] = {}
+    stays: dict[str, list[Replica]] = {}
+    for name, replicas in current.items():
+        whole_replicas = [nodes for nodes in replicas if all(node in slots for node in nodes)]
+        on_cordoned = [nodes for nodes in whole_replicas if not cordoned.isdisjoint(nodes)]
+        on_cordoned.sort(key=lambda nodes: -sum(node in cordoned for node in nodes))
+        on_open = [nodes for nodes in whole_replicas if cordoned.isdisjoint(nodes)]
+        residents[name] = on_cordoned[: counts[name]]
+        stays[name] = [*residents[name], *staying_replicas(on_open, counts[name] - len(residents[name]), slots)]
     if cordoned:
-        yield {
-            name: [*residents[name], *(nodes for nodes in replicas if cordoned.isdisjoint(nodes))][: counts[name]]
-            for name, replicas in current.items()
-        }
-    if solution.problem.seats or any(pool.seats for pool in solution.problem.pools):
+        yield stays
+    has_seats = bool(solution.problem.seats or any(pool.seats for pool in solution.problem.pools))
+    if has_seats or survey.barred_pairs:  # one that stands on a free node may take the place of another
+        names = [name for name in current if len(stays[name]) > len(residents[name])]
+        names.sort(key=lambda name: (name not in survey.failing, tasks[name].spec.priority, tasks[name].spec.weight))
+        yield from ({**stays, name: residents[name]} for name in names[:ALONE_MAX])
+    if has_seats:
         yield residents
-    if survey.barred_pairs:  # one that stands on a free node may take the place of an end
-        tasks = survey.state.tasks
-        for name in sorted(
-            current, key=lambda name: (name not in survey.failing, tasks[name].spec.priority, tasks[name].spec.weight)
-        ):
-            yield {**current, name: residents[name]}
 
 
 def _placed_elsewhere(

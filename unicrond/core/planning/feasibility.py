@@ -8,12 +8,11 @@ Rules
 * A plan has room if all its groups can be packed into the nodes, wherever workers are now.
 * Groups are packed from the largest to the smallest into the fullest node that still has room. Where each size divides
   the next larger one (1, 2, 4, 8) that finds room whenever there is any; for other sizes it may miss some.
-* On nodes that start no workers (`Problem.closed`) a task has room for those that it has there, and no other task has
-  any. What a task has beyond these needs an open seat: the plan keeps its residents first.
+* Only open nodes are packed, and only with groups that need seats there (`TaskProblem.open_seats`). A replica that
+  stands on open and closed nodes stays on the very open ones: this is not regarded.
 * If the best plan has no room, it is excluded and the next best is searched: any plan that has room needs less for
   at least one task whose groups are as large as the one that found none, or larger. So the problem splits into
-  one for each of these, in which that task may not have as much, and the search continues with the best of all. Where
-  so many open seats are missing, one of the tasks that have some needs its share of that less. The
+  one for each of these, in which that task may not have as much, and the search continues with the best of all. The
   result is the best plan that has room, ties included.
 """
 
@@ -99,31 +98,28 @@ def _packed(demand: Sequence[tuple[int, int]], seats: Seats) -> int:
 
 
 def groups_of(problem: Problem, workers: Sequence[int], layouts: Sequence[int]) -> Counter[int]:
-    """Count the tensor-parallel groups of a plan, by size."""
+    """Count the tensor-parallel groups of a plan that need seats on open nodes, by size."""
     groups: Counter[int] = Counter()
     for task, count, layout in zip(problem.tasks, workers, layouts, strict=True):
         tp = task.shape_of(layout).tp
-        groups[tp] += count // tp
+        groups[tp] += task.open_seats(count, layout) // tp
     return groups
 
 
 def has_room(solution: Solution) -> bool:
-    """Return whether the plan fits on the problem's nodes; always True where the problem names no seats."""
+    """Return whether the plan fits on the problem's nodes; groups are packed only where the problem names seats."""
     problem = solution.problem
-    if problem.closed and _missing(problem, solution.workers, solution.layouts)[0]:
+    if problem.closed and _open_seats(solution) > problem.open_workers:
         return False
     if not problem.seats or _always_fit(problem):
         return True
     return packs(groups_of(problem, solution.workers, solution.layouts), problem.seats)
 
 
-def _missing(problem: Problem, workers: Sequence[int], layouts: Sequence[int]) -> tuple[int, list[int]]:
-    """Return how many open seats the plan lacks, and how many each task needs."""
-    needs = [
-        count if layout else max(0, count - task.residents)
-        for task, count, layout in zip(problem.tasks, workers, layouts, strict=True)
-    ]
-    return max(0, sum(needs) - (problem.workers - problem.closed)), needs
+def _open_seats(solution: Solution) -> int:
+    """Count the seats on open nodes that the plan needs."""
+    choices = zip(solution.problem.tasks, solution.workers, solution.layouts, strict=True)
+    return sum([task.open_seats(count, layout) for task, count, layout in choices])
 
 
 def _always_fit(problem: Problem) -> bool:
@@ -134,7 +130,7 @@ def _always_fit(problem: Problem) -> bool:
 
 def best_with_room(first: Solution, solve: Callable[[Problem], Solution]) -> Solution:
     """Return the best plan that has room. `first`: the best plan of all; `solve` solves a problem without regard to its
-    seats, open or closed.
+    `seats`.
 
     After TRIES_MAX plans without room, return the best of the remaining ones, whether it has room or not.
     """
@@ -158,17 +154,15 @@ def best_with_room(first: Solution, solve: Callable[[Problem], Solution]) -> Sol
     while True:
         *_, best = heappop(open_ones)
         candidate = replace(best, problem=problem, fixed_layouts=best.layouts)
-        missing, needs = _missing(problem, candidate.workers, candidate.layouts) if problem.closed else (0, [])
-        groups = groups_of(problem, candidate.workers, candidate.layouts)
-        needed = unseated(groups, problem.seats) if problem.seats and not missing else 0
-        if not (needed or missing) or attempts >= TRIES_MAX:
+        needed = unseated(groups_of(problem, candidate.workers, candidate.layouts), problem.seats)
+        if not needed or attempts >= TRIES_MAX:
             return candidate
-        share = -(-missing // sum(map(bool, needs))) if missing else 0
         for place, (task, count) in enumerate(best):
-            tp = task.shape_of(best.layouts[place]).tp
-            if not count or (needs[place] < share if missing else tp < needed):
-                continue  # without this task the others would find no more room
-            less = _capped_below(task, 1, count - share + 1) if missing else _capped_below(task, tp, count)
+            layout = best.layouts[place]
+            tp = task.shape_of(layout).tp
+            if not task.open_seats(count, layout) or tp < needed:
+                continue  # without this task the larger groups would find no more room
+            less = _capped_below(task, tp, count)
             tasks = (*best.problem.tasks[:place], less, *best.problem.tasks[place + 1 :])
             if tasks not in visited:
                 visited.add(tasks)
@@ -176,7 +170,8 @@ def best_with_room(first: Solution, solve: Callable[[Problem], Solution]) -> Sol
 
 
 def _capped_below(task: TaskProblem, tp: int, workers: int) -> TaskProblem:
-    """Return the task without all choices that need as much room as `workers` in groups of `tp`, or more."""
+    """Return the task without all choices that need as much room as `workers` in groups of `tp`, or more. Residents are
+    of one layout alone: more workers always need more room."""
 
     def most(size: int, unit: int, cap: int | None) -> int | None:
         """Return the cap of a layout with groups of `size`: the most workers that need less room."""

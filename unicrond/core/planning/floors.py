@@ -13,9 +13,11 @@ Rules
 * Of sets that are worth the same, the one with more floors; then the one with the earlier tasks. So there is exactly
   one best set.
 * A floor that no legal number of workers meets, or that is larger than the cluster, takes no part.
+* A floor weighs the open seats that it needs: what the task's residents meet costs the others nothing (`problem.py`).
 
     value(t) = an integer such that the best set of floors has the largest sum of values
-    best set = argmax over sets with sum of floors <= n' of that sum      (a 0/1 knapsack, in unlimited integers)
+    best set = argmax over sets with sum of open seats <= n' - closed of that sum     (a 0/1 knapsack, in unlimited
+    integers)
 
 The set is chosen before the plan: its floors are hard limits for the solver, those of the other tasks are gone.
 Only this module compares floors; `solver.py`, `table.py`, `pools.py` and `feasibility.py` ask it.
@@ -34,14 +36,17 @@ from unicrond.core.planning.problem import Number, Problem, TaskProblem
 
 
 def floors_to_meet(
-    tasks: Sequence[TaskProblem], workers: int, d_running: Number, d_transition: Number
+    tasks: Sequence[TaskProblem], open_seats: int, d_running: Number, d_transition: Number
 ) -> tuple[int, ...]:
-    """Return per task the workers of its floor where the plan has to meet it on `workers` workers, else 0."""
+    """Return per task the workers of its floor where the plan has to meet it with so many open seats, else 0."""
     floors = tuple([task.floor_point for task in tasks])
-    if sum(floors) <= workers:
+    needs = [task.open_seats(floor) for task, floor in zip(tasks, floors, strict=True)]
+    if sum(needs) <= open_seats:
         return floors
     values = floor_values(tasks, d_running, d_transition)
-    best = _best_set([(floor, value) for floor, value in zip(floors, values, strict=True)], workers)
+    best = _best_set(
+        [(need, value if floor else 0) for need, value, floor in zip(needs, values, floors, strict=True)], open_seats
+    )
     return tuple([floor if i in best else 0 for i, floor in enumerate(floors)])
 
 
@@ -84,7 +89,7 @@ def floor_worth(task: TaskProblem, d_running: Number, d_transition: Number) -> F
 
 def problem_floors(problem: Problem) -> tuple[int, ...]:
     """Return `floors_to_meet` of a whole problem."""
-    return floors_to_meet(problem.tasks, problem.workers, problem.d_running_us, problem.d_transition_us)
+    return floors_to_meet(problem.tasks, problem.open_workers, problem.d_running_us, problem.d_transition_us)
 
 
 def problem_values(problem: Problem) -> tuple[int, ...]:
@@ -99,17 +104,17 @@ def with_floor_worths(problem: Problem) -> Problem:
     return replace(problem, tasks=tuple(tasks))
 
 
-def _best_set(claims: Sequence[tuple[int, int]], workers: int) -> frozenset[int]:
-    """Return the indices of the (workers, value) whose values have the largest sum, on at most `workers` workers."""
-    claimants = [i for i, (floor, value) in enumerate(claims) if value and 0 < floor <= workers]
+def _best_set(claims: Sequence[tuple[int, int]], open_seats: int) -> frozenset[int]:
+    """Return the indices of the (seats, value) whose values have the largest sum, with at most so many open seats."""
+    claimants = [i for i, (seats, value) in enumerate(claims) if value and seats <= open_seats]
     grain = gcd(*(claims[i][0] for i in claimants)) or 1
-    rows = [np.zeros(workers // grain + 1, dtype=object)]
+    rows = [np.zeros(open_seats // grain + 1, dtype=object)]
     for i in claimants:
-        floor, value = claims[i][0] // grain, claims[i][1]
+        seats, value = claims[i][0] // grain, claims[i][1]
         row = rows[-1].copy()
-        np.maximum(row[floor:], rows[-1][: len(row) - floor] + value, out=row[floor:])
+        np.maximum(row[seats:], rows[-1][: len(row) - seats] + value, out=row[seats:])
         rows.append(row)
-    at, best = workers // grain, set()
+    at, best = open_seats // grain, set()
     for i, before, after in zip(reversed(claimants), rows[-2::-1], rows[:0:-1], strict=True):
         if after[at] != before[at]:
             best.add(i)

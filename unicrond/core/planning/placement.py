@@ -68,7 +68,7 @@ def place(
             if not shapes[task].fits(replica):
                 raise ValueError(f"current: a replica of {task} is on {replica}, which does not have its shape")
     cluster = _ClusterSlots(
-        shapes, nodes, {task: _staying_replicas(current.get(task, ()), counts[task], nodes) for task in sorted(counts)}
+        shapes, nodes, {task: staying_replicas(current.get(task, ()), counts[task], nodes) for task in sorted(counts)}
     )
     cluster.set_apart(apart)
     cluster.close(closed)
@@ -245,8 +245,8 @@ def _gap_rank(gap: int, demand: int) -> tuple[bool, int]:
     return gap < demand, gap if gap >= demand else -gap
 
 
-def _staying_replicas(replicas: Sequence[Replica], count: int, nodes: Mapping[str, int]) -> list[Replica]:
-    """Return the replicas that stay, in their old order."""
+def staying_replicas(replicas: Sequence[Replica], count: int, nodes: Mapping[str, int]) -> list[Replica]:
+    """Return the up to `count` replicas that stay, in their old order."""
     staying = [replica for replica in replicas if all(node in nodes for node in replica)]
     if len(staying) <= count:
         return staying

@@ -129,8 +129,43 @@ class Points:
         """Count the tasks from the last back that have the same choices in both."""
         return self._reversed().leading(reference._reversed())
 
+    def places(self, plan: Ints) -> list[int]:
+        """Return where in `workers` the choices of a plan are, given in grains per task."""
+        spans = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), plan.tolist(), strict=True)
+        return [begin + int(np.searchsorted(self.workers[begin:end], at)) for begin, end, at in spans]
+
     def _reversed(self) -> Points:
         return Points(self.workers[::-1], self.values[::-1], self.starts[-1] - self.starts[::-1], self.stay[::-1])
+
+
+def beside_residents(points: Points, grain: int, problem: Problem) -> tuple[Points, Ints, int]:
+    """Return the points by the open seats that they need, no more than there are; the workers of each; and the seats in
+    one grain. `grain`: the workers in a grain of `points`.
+
+    Of a task's choices that need no seat only the best is left: the present one if it is as good as any, else the one
+    with the fewest workers. Among the others more workers need more seats, so that ties are decided as before.
+    """
+    counts, starts = points.workers * grain, points.starts
+    seats, is_left = counts.copy(), np.ones(len(counts), dtype=np.bool_)
+    stay = np.where(points.stay < 0, -1, points.stay * grain)
+    for i, task in enumerate(problem.tasks):
+        if not task.residents:
+            continue
+        span = slice(starts[i], starts[i + 1])
+        seats[span] = [task.open_seats(count) for count in counts[span].tolist()]
+        is_free = seats[span] == 0
+        if is_free.any():
+            values = np.where(is_free, points.values[span], -np.inf)
+            best = np.flatnonzero(values == values.max())
+            is_left[span] = ~is_free
+            is_left[starts[i] + best[np.argmax(counts[span][best] == stay[i])]] = True
+        if stay[i] >= 0:
+            stay[i] = task.open_seats(int(stay[i]))
+    is_left &= seats <= problem.open_workers
+    seat_grain = gcd(grain, *(count for task in problem.tasks for count in task.residents))
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left)])[starts]
+    stay = np.where(stay < 0, -1, stay // seat_grain)
+    return Points(seats[is_left] // seat_grain, points.values[is_left], ends, stay), counts[is_left], seat_grain
 
 
 def _common_prefix(first: NDArray[np.generic], second: NDArray[np.generic]) -> int:

@@ -65,7 +65,10 @@ def confined(task: TaskProblem, gpu: str) -> tuple[TaskProblem, tuple[int, ...]]
     is met by the fewest workers that achieve anything: the type may have no room for fewer."""
     places = (0, *(n for n, option in enumerate(task.alternatives, 1) if option.gpu == gpu))
     alternatives = tuple(task.alternatives[place - 1] for place in places[1:])
-    inside = replace(task, alternatives=alternatives, max_workers=task.max_workers if task.gpu == gpu else 0)
+    if task.gpu == gpu:
+        inside = replace(task, alternatives=alternatives)
+    else:
+        inside = replace(task, alternatives=alternatives, max_workers=0, residents=())
     if not gpu or not task.floor or (floor := inside.least_that_achieves) == task.floor:
         return inside, places
     if floor is None:

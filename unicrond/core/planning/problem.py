@@ -23,8 +23,10 @@ Rules
   objective second.
 * Where nodes have GPUs of several types, each type is a *pool*, and a choice names its pool too: T differs there,
   and all replicas of a task are in one pool. A change of the pool costs D_reshape (`pools.py`).
-* Some nodes start no workers (a person has cordoned them), and those that stand there may stay: they are *residents*.
-  A resident's seat is its task's alone, so all others share the open seats (`feasibility.py`).
+* Some nodes start no workers (a person has cordoned them): they are *closed*. The workers that stand there may stay,
+  with the rest of their replicas: they are *residents*, and nobody else gets their seats. So a plan shares the *open
+  seats*, those of all other nodes, and a choice needs one for each worker but the residents that stay. A task that
+  keeps some of its replicas keeps those with most residents; in another layout it keeps none.
 * The churn term is ours, not the paper's: the price of moving a task of which nothing is broken. It is 0
   unless given.
 
@@ -40,6 +42,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from math import inf, isfinite
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
@@ -184,7 +187,7 @@ class TaskProblem:
     choices that are left here (floors.py).
     `alternatives`: other layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are of the present one.
     `gpu`: its pool. `form`: the whole present layout, where it has more than tp and pp.
-    `residents`: those of its `workers` that stand on nodes which start none.
+    `residents`: of each present replica that has some, how many of its workers stand on closed nodes; most first.
     """
 
     name: str
@@ -206,14 +209,14 @@ class TaskProblem:
     priority: int = 0
     preemptible: bool = False
     floor_worth: Fraction | None = None
-    residents: int = 0
+    residents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < inf:
             raise ProblemError(f"task {self.name}: weight is {self.weight}; give a finite number >= 0")
         if not 0 <= self.turn <= TURNS_MAX:
             raise ProblemError(f"task {self.name}: turn is {self.turn}; give 0 to {TURNS_MAX}")
-        for field in ("workers", "min_workers", "max_workers", "floor", "residents"):
+        for field in ("workers", "min_workers", "max_workers", "floor"):
             value = getattr(self, field)
             if value is not None and value < 0:
                 raise ProblemError(f"task {self.name}: {field} is {value}; give a number >= 0")
@@ -228,6 +231,10 @@ class TaskProblem:
                 raise ProblemError(f"task {self.name}: {field} is {price}; give a finite number >= 0")
         if self.tp < 1 or self.unit % self.tp:
             raise ProblemError(f"task {self.name}: tp is {self.tp}; give a divisor of unit ({self.unit})")
+        counts = (self.unit, *self.residents, 1)
+        if any(later > earlier for earlier, later in pairwise(counts)):
+            fault = f"residents are {self.residents}"
+            raise ProblemError(f"task {self.name}: {fault}; give 1 to unit ({self.unit}) for each replica, most first")
 
     @cached_property
     def curve(self) -> Curve:
@@ -288,6 +295,10 @@ class TaskProblem:
         )
         return min((at for at in least_counts if at is not None), default=None)
 
+    def open_seats(self, workers: int, layout: int = 0) -> int:
+        """Return how many seats on open nodes so many workers need in a layout."""
+        return workers if layout else workers - sum(self.residents[: workers // self.unit])
+
     def waf(self, workers: int, layout: int = 0) -> Fraction:
         """Return F(t, workers) in a layout: weighted achieved FLOP/s, exact."""
         curve = self.alternatives[layout - 1].curve if layout else self.curve
@@ -296,7 +307,7 @@ class TaskProblem:
 
 @dataclass(frozen=True)
 class Pool:
-    """The nodes with one type of GPU: their slots, their seats and which are closed, as in Problem."""
+    """The nodes with one type of GPU: their slots, their seats and how many slots are closed, as in Problem."""
 
     gpu: str
     workers: int
@@ -311,10 +322,10 @@ class Problem:
     `workers`: n', after the event. `d_running_us`: expected time to the next failure at n'.
     `d_transition_us`: expected duration of a transition. `churn_us`: see the module; 0 = off.
     The durations only need one common unit; microseconds is the coordinator's.
-    `seats`: (slots, how many nodes have them), rising: all tensor-parallel groups of a plan must fit there; empty =
-    not checked (feasibility.py).
-    `pools`: `workers` is their sum, and they have the `seats`; empty where there is one type of GPU.
-    `closed`: those of the `workers` whose seats are on nodes that start none.
+    `seats`: (slots, how many open nodes have them), rising: all tensor-parallel groups of a plan but those of residents
+    must fit there; empty = not checked (feasibility.py).
+    `pools`: `workers` and `closed` are their sums, and they have the `seats`; empty where there is one type of GPU.
+    `closed`: how many of the `workers` have their seats on closed nodes.
     """
 
     workers: int
@@ -340,14 +351,26 @@ class Problem:
         turns = [task.turn for task in self.tasks if task.turn]
         if len(set(turns)) != len(turns):
             raise ProblemError("tasks: two have the same turn; give each its own")
+        resident_tasks = [task for task in self.tasks if task.residents]
+        residents = sum([sum(task.residents) for task in resident_tasks])
+        if not residents <= self.closed <= self.workers:
+            raise ProblemError(f"closed is {self.closed}; give {residents} (the residents) to {self.workers} (workers)")
+        for task in resident_tasks:
+            if any(option.gpu == task.gpu for option in task.alternatives):
+                raise ProblemError(f"task {task.name}: it has residents and alternatives in its pool; give one of both")
 
     @cached_property
-    def relaxed(self) -> Problem:
-        """Return the same problem where every node starts workers. Its plan is this problem's too, if that has room."""
-        if not self.closed and not any(task.residents for task in self.tasks):
+    def sums_only(self) -> Problem:
+        """Return the same problem where workers need only add up. Its plan is this problem's too, if that has room."""
+        if not (self.closed or self.seats):
             return self
-        tasks = tuple([replace(task, residents=0) for task in self.tasks])
-        return replace(self, tasks=tasks, closed=0, pools=tuple([replace(pool, closed=0) for pool in self.pools]))
+        tasks = tuple([replace(task, residents=()) if task.residents else task for task in self.tasks])
+        return replace(self, tasks=tasks, closed=0, seats=())
+
+    @property
+    def open_workers(self) -> int:
+        """Return how many workers the open nodes have seats for."""
+        return self.workers - self.closed
 
     def transition_of(self, task: TaskProblem) -> Number:
         """Return D_transition for this task."""

@@ -16,10 +16,12 @@ The rules
   else the smallest number that some optimal plan has; its present layout if that is as good for this number, else the
   one that achieves most, the first of equals. This defines exactly one plan, however it is computed.
 * *Pools.* Of several types of GPU each task gets one (`pools.py`), and each pool is planned by the rules above.
+* *Residents.* Beside closed nodes the sums are of open seats: a choice weighs those that it needs. So many choices of a
+  task weigh nothing, and the best of them is left (`points.beside_residents`).
 * *Seats.* A plan whose tensor-parallel groups find no room is excluded, and the next best is searched
   (`feasibility.py`).
 
-    S_i(j) = max_k v_i(k) + S_{i+1}(j - k)       best of tasks i.. with at most j workers; S_{m+1} = 0
+    S_i(j) = max_k v_i(k) + S_{i+1}(j - seats_i(k))       best of tasks i.. with at most j open seats; S_{m+1} = 0
 
 Not part of this module: time (the caller measures), the one-step table (`table.py`), arrays (`points.py`).
 """
@@ -31,7 +33,7 @@ import numpy as np
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.feasibility import best_with_room, has_room
 from unicrond.core.planning.floors import problem_floors
-from unicrond.core.planning.points import Points, Scale, bounds, outline_of, scale, useful
+from unicrond.core.planning.points import Points, Scale, beside_residents, bounds, outline_of, scale, useful
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem, ProblemError
 from unicrond.core.planning.solution import Solution
@@ -52,10 +54,12 @@ def solve(problem: Problem) -> Solution:
 
 
 def _solve_sums(problem: Problem) -> Solution:
-    """Return the canonical optimal plan without regard to seats."""
+    """Return the canonical optimal plan of those whose open seats add up."""
     points, by, grain = choices_of(problem)
+    if problem.closed:
+        points, counts, grain = beside_residents(points, grain, problem)
     most = sum(points.workers[points.starts[1:] - 1].tolist())  # more than that brings nothing
-    shape = (len(problem.tasks) + 1, min(problem.workers // grain, most) + 1)
+    shape = (len(problem.tasks) + 1, min(problem.open_workers // grain, most) + 1)
     if shape[0] * shape[1] * 8 > MOST_BYTES:
         size = f"n' = {problem.workers} among {len(problem.tasks)} tasks takes more than 4 GiB"
         raise ProblemError(f"{size}; plan for nodes, not workers")
@@ -63,8 +67,9 @@ def _solve_sums(problem: Problem) -> Solution:
     rows[-1] = 0.0
     compute = kernel.active()
     compute.suffix(points.workers, points.values, points.starts, rows, len(problem.tasks))
-    plan = compute.read_back(points.workers, points.values, points.starts, points.stay, rows) * grain
-    return Solution(problem, tuple(plan.tolist()), by.resolution(len(problem.tasks)))
+    plan = compute.read_back(points.workers, points.values, points.starts, points.stay, rows)
+    workers = counts[points.places(plan)] if problem.closed else plan * grain
+    return Solution(problem, tuple(workers.tolist()), by.resolution(len(problem.tasks)))
 
 
 def choices_of(problem: Problem) -> tuple[Points, Scale, int]:

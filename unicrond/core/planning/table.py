@@ -149,7 +149,10 @@ class PlanTable:
         if problem.pools:
             return self.ahead.get(problem)
         row = self._row_of_change.get(_change(self.situation, problem))
-        if row is None or self.situation.after(self._events[row]) != problem.relaxed:
+        if row is None:
+            return None
+        prospect = self.situation.after(self._events[row])
+        if (prospect.sums_only != problem.sums_only) if problem.closed else (prospect != problem):
             return None
         solution = self._solution(row, problem)
         return solution if has_room(solution) else None

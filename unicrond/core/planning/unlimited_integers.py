@@ -39,26 +39,30 @@ def solve_exactly(problem: Problem) -> Solution:
 
 
 def _solve_sums(problem: Problem) -> Solution:
-    """Solve without regard to seats: workers need only add up."""
+    """Solve for the sum of open seats alone."""
     floors = zip(problem.tasks, problem_floors(problem), strict=True)
     choices = [_choices(problem, task, floor) for task, floor in floors]
     denominator = lcm(*(gain.denominator for gains in choices for gain in gains.values()))
     scaled = [{k: int(gain * denominator) for k, gain in gains.items()} for gains in choices]
-    size = min(problem.workers, sum(max(gains) for gains in scaled))
+    size = min(problem.open_workers, sum(max(gains) for gains in scaled))
     impossible = -1 - 2 * sum(max(map(abs, gains.values())) for gains in scaled)  # below any sum, whatever is added
     rows = [np.zeros(size + 1, dtype=object)]
-    for gains in reversed(scaled):
+    for task, gains in zip(reversed(problem.tasks), reversed(scaled), strict=True):
         row = np.full(size + 1, impossible, dtype=object)
         for count, gain in gains.items():
-            if count <= size:
-                np.maximum(row[count:], rows[-1][: size + 1 - count] + gain, out=row[count:])
+            if (seats := task.open_seats(count)) <= size:
+                np.maximum(row[seats:], rows[-1][: size + 1 - seats] + gain, out=row[seats:])
         rows.append(row)
     rows.reverse()
     remaining, plan = size, []
     for task, gains, best, rest in zip(problem.tasks, scaled, rows, rows[1:], strict=False):
-        optimal = [k for k, gain in gains.items() if k <= remaining and gain + rest[remaining - k] == best[remaining]]
+        optimal = [
+            count
+            for count, gain in gains.items()
+            if (seats := task.open_seats(count)) <= remaining and gain + rest[remaining - seats] == best[remaining]
+        ]
         plan.append(task.workers if task.workers in optimal else min(optimal))
-        remaining -= plan[-1]
+        remaining -= task.open_seats(plan[-1])
     return Solution(problem, tuple(plan))
 
 

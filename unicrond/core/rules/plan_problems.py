@@ -7,13 +7,14 @@
 Rules
 -----
 * `situation_of(state).after(event) == problem_of(state after event)`, field by field: that is what makes the
-  one-step table a look-up. A test holds them to it. Only the seats on cordoned nodes are left out (`Problem.relaxed`).
+  one-step table a look-up. A test holds them to it. Beside cordoned nodes the seats differ (`Problem.sums_only`).
 * What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
   `basis` does not hold it, so that learning by itself never moves a worker.
 * With several types of GPU each is a pool, also while no node of it may carry workers.
 * While nodes cannot talk to each other (faults/links.py) no task gets more workers than stand on nodes of which all
   can; and no table is made, since such a plan holds only until the link is back.
-* The workers on cordoned nodes are residents: no other task gets their seats, since nothing starts there.
+* The workers on cordoned nodes are residents: no other task gets their seats, since nothing starts there. They are
+  counted replica by replica, where the whole replica may stay.
 * A task with workers on a cordoned node keeps its layout: for another one all of them leave, and nothing starts there
   again. No table is made meanwhile, since their loss would change that.
 * A task whose program fails without achieving anything is worth next to nothing: one FLOP/s for each worker, and no
@@ -24,6 +25,7 @@ Rules
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict
@@ -50,11 +52,12 @@ def problem_of(survey: Survey, pins: Pins | None = None) -> Problem:
     pins = pins_of(survey) if pins is None else pins
     policy, capacity = survey.policy, open_capacity(survey, pins)
     workers = sum(capacity.values())
+    unpinned = [task for task in survey.active if task.name not in pins]
+    residents = _residents(survey, capacity, unpinned)
     tasks = tuple(
         [
-            _task_problem(survey, task, faulty=_is_faulty(survey, task))
-            for task in survey.active
-            if task.name not in pins
+            _task_problem(survey, task, faulty=_is_faulty(survey, task), residents=residents.get(task.name, ()))
+            for task in unpinned
         ]
     )
     return Problem(
@@ -80,7 +83,7 @@ def situation_of(survey: Survey) -> Situation | None:
         for nodes in assignment.replicas if assignment else ():
             for node in nodes:
                 on_node[node].add(task.name)
-    problems = tuple([replace(_task_problem(survey, task), residents=0) for task in tasks])
+    problems = tuple([_task_problem(survey, task) for task in tasks])
     present = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
     return Situation(
         nodes=tuple(
@@ -142,15 +145,18 @@ def _room(
 ) -> _Room:
     """Return seats and pools of nodes with so many slots. `closed`: nodes that start no workers."""
     asks = seats_matter(tasks)
+    closed_slots = {name: slots[name] for name in closed if name in slots}
+    open_slots = {name: count for name, count in slots.items() if name not in closed_slots} if closed_slots else slots
+    closed_workers = sum(closed_slots.values())
     if not survey.types:
-        shut = sum(slots.get(name, 0) for name in closed)
-        return {"seats": seats_of(slots) if asks else (), "pools": (), "closed": shut}
+        return {"seats": seats_of(open_slots) if asks else (), "pools": (), "closed": closed_workers}
     pools = []
     for gpu in survey.types:
-        pool_slots = {name: count for name, count in slots.items() if survey.gpus[name] == gpu}
-        shut = sum(pool_slots.get(name, 0) for name in closed)
-        pools.append(Pool(gpu, sum(pool_slots.values()), seats_of(pool_slots) if asks else (), shut))
-    return {"seats": (), "pools": tuple(pools), "closed": 0}
+        pool_slots = {name: count for name, count in open_slots.items() if survey.gpus[name] == gpu}
+        pool_closed = sum(count for name, count in closed_slots.items() if survey.gpus[name] == gpu)
+        seats = seats_of(pool_slots) if asks else ()
+        pools.append(Pool(gpu, sum(pool_slots.values()) + pool_closed, seats, pool_closed))
+    return {"seats": (), "pools": tuple(pools), "closed": closed_workers}
 
 
 def _is_faulty(survey: Survey, task: Task) -> bool:
@@ -171,7 +177,9 @@ def _shape(task: Task, assignment: TaskAssignment | None) -> Shape:
     return planned_shape(task.spec, assignment) if task.reshaping.plan else task.spec.shape
 
 
-def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: bool = False) -> TaskProblem:
+def _task_problem(
+    survey: Survey, task: Task, *, faulty: bool = False, at_rest: bool = False, residents: tuple[int, ...] = ()
+) -> TaskProblem:
     share = survey.state.plan.assignments.get(task.name)
     assignment = None if at_rest else share
     shape = _shape(task, share)
@@ -204,7 +212,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         gpu=gpu if survey.types else "",
         priority=task.spec.priority,
         preemptible=task.spec.preemptible or task.name in survey.over_quota,
-        residents=0 if at_rest else _residents(survey, task),
+        residents=residents,
     )
     if task.name in survey.failing and not problem.turn:
         return _worthless(problem)
@@ -264,10 +272,24 @@ def _kept_off(task: Task, curve: Curve) -> bool:
     return bool(task.spec.gpus) and not any(flops for _, flops in curve.rounded())
 
 
-def _residents(survey: Survey, task: Task) -> int:
-    """Count the workers that the plan has on cordoned nodes, and that live."""
-    cordoned = set(survey.nodes.cordoned)
-    return sum(node in cordoned for nodes in present_replicas(survey, task) for node in nodes) if cordoned else 0
+def _residents(survey: Survey, slots: Mapping[str, int], tasks: Sequence[Task]) -> dict[str, tuple[int, ...]]:
+    """Return the residents of the tasks that have some, as in TaskProblem. `slots`: those of each node that a plan may
+    use. A replica counts if it may stay as a whole: each shard has a slot, on a node of the task's type."""
+    if not survey.nodes.cordoned:
+        return {}
+    cordoned, free = frozenset(survey.nodes.cordoned), Counter(dict(slots))
+    residents: dict[str, tuple[int, ...]] = {}
+    for task in tasks:
+        gpu, counts = survey.type_of(task), []
+        for nodes in present_replicas(survey, task) if _is_on_cordoned(survey, task) else ():
+            shards = Counter(nodes)
+            if cordoned.isdisjoint(shards) or any(free[node] < count for node, count in shards.items()):
+                continue
+            if not survey.types or all(survey.gpus[node] == gpu for node in shards):
+                free.subtract(shards)
+                counts.append(sum(node in cordoned for node in nodes))
+        residents[task.name] = tuple(sorted(counts, reverse=True))
+    return residents
 
 
 def _is_on_cordoned(survey: Survey, task: Task) -> bool:
