@@ -98,6 +98,8 @@ class Machine:
             "KUBECONFIG": str(self.kubeconfig),
         }
         self._commands: dict[str, tuple[str, Sequence[str]]] = {}
+        #: The nodes whose link is down.
+        self._cut: set[str] = set()
 
     def start(self) -> None:
         """Start all, and return once each node is ready and has the image."""
@@ -172,8 +174,11 @@ class Machine:
         self._daemon(name, netns, *command)
 
     def link(self, node: str, state: str) -> None:
-        """Have a node's link be "up" or "down"."""
+        """Have a node's link be "up" or "down". The first node that is up serves the test the cluster's Services."""
         ip("link", "set", f"kv{node}", state)
+        (self._cut.discard if state == "up" else self._cut.add)(node)
+        number = next(number for number, name in enumerate(NODES) if name not in self._cut)
+        ip("route", "replace", _SERVICES, "via", f"10.77.0.1{number}")
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -217,7 +222,7 @@ class Machine:
             forward = "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 0 > /proc/sys/net/ipv4/conf/all/rp_filter"
             self.call("nsenter", f"--net=/run/netns/{node}", "sh", "-c", forward)
             ip("route", "add", f"10.78.{number}.0/24", "via", f"10.77.0.1{number}")
-        ip("route", "add", _SERVICES, "via", "10.77.0.10")  # the first node's kube-proxy serves the test
+        ip("route", "add", _SERVICES, "via", "10.77.0.10")
 
     def _make_keys(self) -> None:
         pki = self.directory / "pki"

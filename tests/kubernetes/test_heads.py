@@ -53,8 +53,9 @@ async def test_killed_server_of_head_is_replaced(cluster: Cluster, record: Recor
     await cluster.train()
     watch = await cluster.watch()
     server = await asyncio.to_thread(server_of_head, cluster)
+    assert server, "the head has no nats-server"
     watch.act()
-    await asyncio.to_thread(cluster.inside, HEAD, "kill", "-9", server)
+    await asyncio.to_thread(cluster.inside, HEAD, "sh", "-c", f"kill -9 {server}")
 
     def is_replaced() -> bool:
         return server_of_head(cluster) not in ("", server) and cluster.is_live()

@@ -203,7 +203,7 @@ def test_plan_reason_names_changed_tasks(each_kernel: str) -> None:
     hit = TaskProblem("hit", 1, 2, TEN_EACH, faulty=True, max_workers=4)
     calm = TaskProblem("calm", 1, 3, TEN_EACH)
     reason = solve(Problem(4, 10, 60, (calm, hit))).reason
-    assert reason == "4 of 4 workers in use, WAF 40 FLOP/s: hit 2 -> 1 (faulty), 1 of 2 tasks untouched"
+    assert reason == "4 of 4 workers in use: hit 2 -> 1 (faulty), 1 of 2 tasks untouched"
 
 
 def test_solver_handles_no_tasks_and_no_workers(each_kernel: str) -> None:

@@ -92,7 +92,8 @@ class Solution:
 
 
 def explain(solution: Solution) -> str:
-    """Explain in one plain sentence which tasks change, stay or go short, and what the cluster achieves."""
+    """Explain in one plain sentence which tasks change, stay or go short. What the plan is worth is for the reader's
+    screen to say, in one unit (display/worth.py)."""
     changed = [
         f"{task.name} {task.workers} -> {workers}{_other_layout(task, layout)}{' (faulty)' if task.faulty else ''}"
         for (task, workers), layout in zip(solution, solution.layouts, strict=True)
@@ -115,7 +116,7 @@ def explain(solution: Solution) -> str:
         more = f" and {len(short) - _CHANGES_MAX} more" if len(short) > _CHANGES_MAX else ""
         parts.append(f"floor unmet: {', '.join(short[:_CHANGES_MAX])}{more}")
     in_use, total, changes = sum(solution.workers), solution.problem.workers, ", ".join(parts) or "no tasks"
-    return f"{in_use} of {total} workers in use, WAF {float(solution.waf):.4g} FLOP/s: {changes}"
+    return f"{in_use} of {total} workers in use: {changes}"
 
 
 def _other_layout(task: TaskProblem, layout: int) -> str:
