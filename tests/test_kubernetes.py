@@ -13,8 +13,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.containers.rows import END
 from tests.json_patches import manifests, patch
 from tests.kubernetes.machine import PROGRAMS, missing
+from tests.kubernetes.rows import BEGIN, table
 from unicrond.agents.shell import cli, pod_login, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
@@ -299,3 +301,13 @@ def test_image_runs_without_root_and_passes_signals() -> None:
     assert "\nUSER 10001:10001\n" in text and "\nSTOPSIGNAL SIGTERM\n" in text
     enter = (DEPLOY / "container" / "enter").read_text()
     assert enter.index("trap ") < enter.index("cp -r") < enter.index('"$@" &'), "tests/unicrond/test_first_moments.py"
+
+
+def test_table_of_cluster_keeps_rows_that_were_not_run() -> None:
+    page = f"text\n{BEGIN}\nold\n\n| act | seen | run |\n|---|---|---|\n| a | 1 s | then |\n| b | 2 s | then |\n{END}"
+    rows = {name: {"seen": "3 s | 4", "day": "today", "commit": "c", "load": 5} for name in ("b", "new")}
+    assert table(rows, page).splitlines()[2:] == [
+        "| a | 1 s | then |",
+        "| b | 3 s / 4 | today, c, load 5 |",
+        "| new | 3 s / 4 | today, c, load 5 |",
+    ]

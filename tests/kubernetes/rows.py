@@ -1,6 +1,7 @@
 """The table of docs/operate/kubernetes.md that `make kubernetes` writes.
 
-python -m tests.kubernetes.rows writes it from build/kubernetes/rows.json, once more.
+python -m tests.kubernetes.rows writes it from build/kubernetes/rows.json, once more. A row that was not run stays as it
+stands on the page, with the commit and the load of its own day.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import platform
 from typing import Any
 
 from tests.containers.oci import cgroup_version
-from tests.containers.rows import replace_table
+from tests.containers.rows import END, PAGE, replace_table
 from tests.integration.installation import ROOT
 
 BUILD = ROOT / "build" / "kubernetes"
@@ -20,28 +21,31 @@ EVENTS = BUILD / "events.txt"
 BEGIN = "<!-- make kubernetes writes this table -->"
 
 
-def conditions(rows: dict[str, dict[str, Any]]) -> str:
-    """Say where and when it ran."""
-    days, commits = ({row[name] for row in rows.values()} for name in ("day", "commit"))
-    loads = [row["load"] for row in rows.values()]
-    kernel = platform.release().split("-")[0]
-    return (
-        f"`make kubernetes` at {', '.join(sorted(commits))}, {', '.join(sorted(days))}: Linux {kernel}, cgroup "
-        f"{cgroup_version()}, {os.cpu_count()} cores, load {min(loads)} to {max(loads)}."
-    )
+def conditions() -> str:
+    """Say on what it ran."""
+    machine = f"Linux {platform.release().split('-')[0]}, cgroup {cgroup_version()}, {os.cpu_count()} cores"
+    return f"`make kubernetes`, {machine}; each row with its own run."
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the rows in Markdown."""
-    lines = ["| act | seen |", "|---|---|"]
-    lines += [f"| {act} | {row['seen'].replace('|', '/')} |" for act, row in rows.items()]
-    return "\n".join(lines)
+def lines_of(page: str) -> dict[str, str]:
+    """Return the rows of the page's table, by their act."""
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in rows[1:]}
+
+
+def table(rows: dict[str, dict[str, Any]], page: str) -> str:
+    """Return in Markdown the rows of the page, with what `rows` says in the place of theirs, and those that are new."""
+    lines = lines_of(page)
+    for act, row in rows.items():
+        run = f"{row['day']}, {row['commit']}, load {row['load']}"
+        lines[act] = f"| {act} | {row['seen'].replace('|', '/')} | {run} |"
+    return "\n".join(["| act | seen | run |", "|---|---|---|", *lines.values()])
 
 
 def write() -> None:
     """Put the table into its page."""
-    rows = json.loads(ROWS.read_text())
-    replace_table(BEGIN, conditions(rows), table(rows))
+    replace_table(BEGIN, conditions(), table(json.loads(ROWS.read_text()), PAGE.read_text()))
 
 
 if __name__ == "__main__":
