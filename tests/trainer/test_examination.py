@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from unicrond import Hook, Local
+from unicrond.agents.trainer.entry import worker
 from unicrond.agents.trainer.gradients import carried_buffers
 from unicrond.agents.trainer.gradients.carried_buffers import BufferMoved
 from unicrond.agents.trainer.loop import examination
@@ -173,12 +174,13 @@ def test_document_has_every_sentence_of_attach() -> None:
         assert any(quote in messages[-1] for quote in quotes), messages[-1]
     source = "".join(
         re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-        for path in (Path(examination.__file__), Path(carried_buffers.__file__), Path(replica.__file__))
+        for path in (Path(module.__file__) for module in (examination, carried_buffers, replica, worker))
     )
     elsewhere = [quote for quote in quotes if not any(quote in message for message in messages)]
     for quote in elsewhere:
         words = quote.replace("first.weight", "{name}").replace("last.weight", "{name}")
         words = words.replace("DistributedDataParallel, which", "{wrapper}, which")
+        words = words.replace("AdamW has stepped 10", "{name} has stepped {_STEPS_ALONE_MAX}")
         words = words.replace("2.0 MiB", "{place.tensor.nbytes / 2**20:.1f} MiB")
         words = words.replace("of 4 micro", "of {len(micro_batches)} micro").split("; give")[0]
         assert words in source, quote

@@ -69,7 +69,7 @@ example:
     {"weight": 2, "x": 2, "faulty": true, "min": 1, "floor": 1, "cap": 3, "T": [0, 10, 19, 27]},
     {"weight": 1, "x": 2, "faulty": false, "min": 1, "floor": 1, "T": {"1": 10, "2": 20}}]}
   $ unicronctl plan solve problem.json --json
-  {"objective": 47420.0, "plan": [2, 1], "reason": "3 of 3 workers in use, WAF 48 FLOP/s: ..."}
+  {"objective": 47420.0, "plan": [2, 1], "reason": "3 of 3 workers in use: ..."}
 """
 
 
