@@ -23,10 +23,10 @@ from unicrond.agents.fork_server.agent_line import listen_unix
 from unicrond.agents.health import preflight
 from unicrond.agents.protocol.messages import Sum
 from unicrond.events.nats.request_reply import wait_for_answer
-from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.node_checks import (
     AnyCheck,
     FactsCheck,
+    Finding,
     LinksCheck,
     LinksReport,
     NodeFacts,

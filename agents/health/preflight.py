@@ -36,7 +36,7 @@ from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, Login, NoReply
 from unicrond.events.nats.streams import JetStreamError, api_once
 from unicrond.events.nats.terms import Terms
-from unicrond.events.queries.finding import Finding, clock_finding
+from unicrond.events.queries.node_checks import Finding, clock_finding
 from unicrond.events.trust.keys import Key
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema

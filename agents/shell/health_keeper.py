@@ -30,7 +30,7 @@ from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.process_keeper import ProcessKeeper
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.agents.shell.shell import Shell
-from unicrond.events.queries.finding import Finding
+from unicrond.events.queries.node_checks import Finding
 from unicrond.events.trust.keys import read_key
 from unicrond.events.vocabulary import Fault, WorkerId
 

@@ -1,4 +1,5 @@
-"""The checks that `unicronctl doctor` asks of agents: their nodes, the links between them, and their tasks' storage.
+"""The checks that `unicronctl doctor` asks of agents: their nodes, the links between them, and their tasks' storage;
+and findings: likely problems and their fixes, as doctor and `unicron-agent --check` report them.
 
 A check is a request on the subjects of worker_queries.py; its field `check` distinguishes it from one for a log; the
 answer is a LogsReply whose data is the check's own. An agent that is too old for it answers with an error.
@@ -6,14 +7,41 @@ answer is a LogsReply whose data is the check's own. An agent that is too old fo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.worker_queries import BadLogsMessage
 from unicrond.events.vocabulary import Count, Name, StoreAddress, Text
+
+
+class Finding(NamedTuple):
+    """A likely problem. `about`: a node, or a part of one. `problem`: the problem. `fix`: what to do."""
+
+    about: str
+    problem: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.about}: {self.problem}; {self.fix}"
+
+
+#: Two clocks may differ by this much.
+CLOCK_MAX_S = 0.5
+
+
+def clock_finding(about: str, off_s: float, round_trip_s: float, reference: str) -> list[Finding]:
+    """Report a clock that differs too much from the clock of `reference`.
+
+    `off_s`: how far it is ahead, measured by a request that took `round_trip_s`; the measurement is uncertain by that
+    much.
+    """
+    if abs(off_s) - round_trip_s <= CLOCK_MAX_S:
+        return []
+    way = "ahead of" if off_s > 0 else "behind"
+    return [Finding(about, f"its clock is {abs(off_s):.1f} s {way} {reference}", "run a time service there (chrony)")]
+
 
 Seconds = Annotated[float, Meta(gt=0.0, le=600.0)]
 #: Part of a file's name, and of a key in a store.

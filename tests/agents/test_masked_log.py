@@ -11,7 +11,7 @@ from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log, val
 from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.rotated_output import RotatedLog
 from unicrond.agents.output.query_service import answer
-from unicrond.agents.protocol.redaction import mask_of, redact
+from unicrond.agents.trainer.process.faults import mask_of, redact
 from unicrond.events.queries.worker_queries import MAX_LOG_BYTES, LogsRequest, decode_reply, encode
 from unicrond.events.vocabulary import ErrorReported, TaskSpec
 

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from tests.unicrond.serving import healed_cluster
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.display.doctor_nodes import diagnose_nodes
-from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.node_checks import (
     FactsCheck,
+    Finding,
     LinksCheck,
     LinksReport,
     NodeFacts,

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unicrond.core.deciding import copies, links, memberships, nodes, plans, response
 from unicrond.core.deciding import incident_closing as closing
+from unicrond.core.deciding import links, memberships, nodes, plans, response
 from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import needed_solves
@@ -91,8 +91,8 @@ def _reconcile(batch: DecisionBatch, solutions: Mapping[Problem, Solution], *, g
     batch.end_strays()
     links.watch_links(batch)
     for task in state.open_tasks:
-        copies.tell_peers(batch, task)
-        copies.drop_state(batch, task)
+        memberships.tell_peers(batch, task)
+        memberships.drop_state(batch, task)
         _prove(batch, task)
     for incident in state.incidents.values():
         closing.close_incident(batch, incident, fresh)

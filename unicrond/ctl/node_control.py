@@ -11,8 +11,8 @@ from typing import Any
 
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.ctl.client_options import client_of, print_json
-from unicrond.ctl.future_time import as_body
 from unicrond.ctl.lists import window_rows
+from unicrond.ctl.parsing import as_body
 from unicrond.ctl.streams import states
 from unicrond.ctl.waiting import POLL_S
 from unicrond.display.cluster_tables import windows_table

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from unicrond.ctl.future_time import MOMENT_SYNTAX, moment, span_s
-from unicrond.ctl.parsing import NODES, REASON, add_to
+from unicrond.ctl.parsing import MOMENT_SYNTAX, NODES, REASON, add_to, moment, span_s
 from unicrond.events.cli.command_line import Commands, name, node_name, number, option, switch
 from unicrond.events.cli.exit_codes import TIMEOUT, exit_codes
 from unicrond.events.cli.shared_flags import shared

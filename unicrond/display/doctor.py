@@ -15,7 +15,7 @@ from unicrond.core.state.state import ClusterState, Node, NodeStatus
 from unicrond.display.alarms import alarm_line
 from unicrond.display.cluster_tables import node_status
 from unicrond.display.event_lines import EventLine
-from unicrond.events.queries.finding import Finding
+from unicrond.events.queries.node_checks import Finding
 
 #: Tolerated distances of a node's clock from the log's (seconds). An event takes time to reach the log, so a late one
 #: means less.

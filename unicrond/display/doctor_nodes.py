@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unicrond.display.doctor import first_names
-from unicrond.events.queries.finding import Finding, clock_finding
+from unicrond.events.queries.node_checks import Finding, clock_finding
 
 _SILENT = "look at its agent's log (journalctl -u unicron-agent) and its route to NATS"
 _OPEN = "open all TCP ports between the nodes of the training network (firewall, route), and look at --address"

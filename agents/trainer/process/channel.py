@@ -46,9 +46,9 @@ from unicrond.agents.protocol.messages import (
     ToWorker,
 )
 from unicrond.agents.protocol.peers import message_for
-from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.agents.protocol.worker_line import Line
 from unicrond.agents.trainer.lifecycle.results import QuitRequested
+from unicrond.agents.trainer.process.faults import mask_of, redact
 from unicrond.agents.trainer.process.flight import read_flight, read_stacks
 from unicrond.events.vocabulary import (
     CheckpointSaved,

@@ -1,13 +1,19 @@
-"""Classifies the exceptions of a training process: one table, read from the top, the first match counts."""
+"""Classifies the exceptions of a training process: one table, read from the top, the first match counts. Reports leave
+without the secrets of the task."""
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from unicrond.agents.protocol.messages import Reporter
-from unicrond.events.vocabulary import ErrorKind, ErrorReported, Phase
+from unicrond.events.host.masking import Mask, values_in
+from unicrond.events.vocabulary import ErrorKind, ErrorReported, Phase, TaskSpec
 
 _MESSAGE_CHARS = 1024
 _DETAIL_CHARS = 32768
@@ -156,4 +162,18 @@ def error_report(
         phase=known_phase or phase,
         message=f"{type(error).__name__}: {error}"[:_MESSAGE_CHARS],
         detail=detail[-_DETAIL_CHARS:],
+    )
+
+
+def mask_of(spec: TaskSpec, environ: Mapping[str, str] = os.environ) -> Mask:
+    """Return a mask that hides the secrets of the task, as this worker's environment has them."""
+    return Mask([*(environ[name] for name in spec.secrets if name in environ), *values_in(spec.env)])
+
+
+def redact(report: ErrorReported, mask: Mask) -> ErrorReported:
+    """Return the report without the text that the mask hides."""
+    return replace(
+        report,
+        message=mask.text(report.message)[:_MESSAGE_CHARS],
+        detail=mask.text(report.detail)[-_DETAIL_CHARS:],
     )

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents
 from unicrond.core import fold
-from unicrond.core.deciding import copies, memberships
+from unicrond.core.deciding import memberships
 from unicrond.core.deciding import nodes as deciding_nodes
 from unicrond.core.deciding import plans as deciding_plans
 from unicrond.core.deciding import worker_placement as staff
@@ -268,7 +268,7 @@ def _order_again() -> None:
 
 
 def _keep_states() -> None:
-    patch(copies, "drop_state", lambda _: lambda batch, task: None)
+    patch(memberships, "drop_state", lambda _: lambda batch, task: None)
 
 
 def _share_a_name() -> None:
@@ -276,7 +276,7 @@ def _share_a_name() -> None:
 
 
 def _tell_no_peers() -> None:
-    patch(copies, "tell_peers", lambda _: lambda batch, task: None)
+    patch(memberships, "tell_peers", lambda _: lambda batch, task: None)
 
 
 def _hurry_a_handover() -> None:

@@ -1,4 +1,5 @@
-"""Memberships: the workers that train a task from now on, and the nodes that must know."""
+"""Memberships: the workers that train a task from now on, the nodes that must know, and those that keep copies of its
+state in memory."""
 
 from __future__ import annotations
 
@@ -178,6 +179,33 @@ def split_decision(decision: v.MembershipDecided, part_bytes: int) -> list[v.Mem
         *(v.MembershipPart(task=task, generation=generation, part=n, seats=part) for n, part in enumerate(parts, 1)),
         replace(decision, seats=last, parts=len(parts)),
     ]
+
+
+def tell_peers(batch: DecisionBatch, task: Task) -> None:
+    """Decide anew which nodes take copies, where nodes have joined or left since the membership was sent."""
+    if task.status is not TaskStatus.ACTIVE:
+        return
+    targets = batch.survey.targets(task)
+    if not memory_places.peers_are_stale(task, targets) or not task.confirmed:
+        return
+    peers = memory_places.peers(batch.state, task, targets)
+    audience = Audience(batch, task, task.membership.members if task.membership else ())
+    batch.add(v.PeersDecided(task=task.name, peers=peers), audience.schemas)
+
+
+def drop_state(batch: DecisionBatch, task: Task) -> None:
+    """Free the memory that holds a task's state, once the task has ended and no process writes to it."""
+    if task.status is TaskStatus.ACTIVE or not task.at_rest:
+        return
+    for node in memory_places.to_drop(batch.state, task):
+        batch.add(
+            v.DropState(
+                command_id=batch.command_id(node.name),
+                node=node.name,
+                epoch=batch.state.plan.epoch,
+                task=task.name,
+            )
+        )
 
 
 class Audience:
