@@ -89,6 +89,12 @@ class Cluster(Live):
         """Return what a command in a pod says."""
         return self.kubectl("exec", pod, "--", *words)
 
+    def pid_inside(self, pod: str, file: str, pattern: str) -> str:
+        """Return the lowest id of a process in a pod whose /proc/PID/`file` has the pattern; "" for none. The image has
+        no ps."""
+        script = f"grep -las '{pattern}' /proc/[0-9]*/{file} | cut -d/ -f3 | sort -n | head -1"
+        return self.inside(pod, "sh", "-c", script)
+
     # --- an overlay ------------------------------------------------------------------------------
 
     def make_volumes(self) -> None:

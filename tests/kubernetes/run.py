@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import NoReturn
 
 from tests.containers.image import bootstrap
 from tests.containers.rows import BUILD as IMAGES
@@ -23,6 +24,9 @@ from tests.containers.run import ALONE
 from tests.integration.installation import ROOT
 from tests.kubernetes import machine
 from tests.kubernetes.rows import BUILD, EVENTS, ROWS, write
+
+#: How long tests may take to end in order.
+_END_S = 60
 
 
 def main(arguments: list[str]) -> int:
@@ -48,13 +52,18 @@ def _run(arguments: list[str]) -> int:
         if not arguments:
             ROWS.unlink(missing_ok=True)
         words = ["pytest", "-v", "-s", "-m", "kubernetes", *(arguments or ["tests/kubernetes"])]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _exit)
     process = subprocess.Popen([*ALONE, sys.executable, "-m", *words], cwd=ROOT)
     try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        code = _end(process)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # the tests have got it too, and end in order
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            code = 128 + signal.SIGINT
     finally:
+        process.kill()  # its namespace, and all in it, ends with it
+        process.wait()
         clean_up()
     if EVENTS.exists() and not code:
         print(EVENTS.read_text())
@@ -63,14 +72,8 @@ def _run(arguments: list[str]) -> int:
     return code
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Have the tests end, by force at the second signal; return the exit code."""
-    try:
-        process.send_signal(signal.SIGINT)
-        return process.wait(60)
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):
-        process.kill()  # its namespace, and all in it, ends with it
-        return process.wait()
+def _exit(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _missing() -> str:

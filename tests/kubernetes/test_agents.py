@@ -84,15 +84,17 @@ async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, r
     (pid,) = (worker.pid for worker in state.tasks["big"].workers.values() if worker.node == "n1")
     watch = await cluster.watch()
     watch.act()
-    await asyncio.to_thread(cluster.inside, cluster.pod_on("n1"), "kill", "-9", str(pid))
+    await asyncio.to_thread(cluster.inside, cluster.pod_on("n1"), "sh", "-c", f"kill -9 {pid}")
     whole_s = await watch.whole()
     record("`kill -9` of a worker", f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s")
 
     await cluster.train()
     before, watch = await cluster.boots(), await cluster.watch()
-    script = "kill -9 $(ps -eo pid,args | awk '/agents.shell.cli/ && !/awk/ {print $1; exit}')"
+    pod = cluster.pod_on("n1")
+    agent = cluster.pid_inside(pod, "cmdline", "[a]gents.shell.cli")
+    assert agent, "no agent runs there"
     watch.act()
-    await asyncio.to_thread(cluster.inside, cluster.pod_on("n1"), "sh", "-c", script)
+    await asyncio.to_thread(cluster.inside, pod, "sh", "-c", f"kill -9 {agent}")
     state = await cluster.until("the next agent", up_on("n1", boots=before))
     joined_s = watch.told("NodeJoined")
     record(

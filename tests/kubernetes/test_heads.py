@@ -69,7 +69,7 @@ async def test_killed_server_of_head_is_replaced(cluster: Cluster, record: Recor
 
 def server_of_head(cluster: Cluster) -> str:
     """Return the process id of the head's nats-server, "" where it has none."""
-    return cluster.inside(HEAD, "sh", "-c", "ps -eo pid,comm | awk '$2 == \"nats-server\" {print $1; exit}'")
+    return cluster.pid_inside(HEAD, "comm", "^nats-server$")
 
 
 def processes_of(node: str) -> list[int]:

@@ -115,14 +115,21 @@ def uids(cluster: Cluster) -> set[str]:
 
 
 async def go_on_as_stranger(cluster: Cluster) -> None:
-    """Have a head begin on the empty volume, whom nobody follows."""
+    """Have a head begin on the empty volume, whom nobody follows: each agent is seen to refuse its certificate."""
+    before = refusals(cluster)
     await run(cluster, commands("The head stands still")[1])
     state = cluster.volumes / f"log-{HEAD}" / "state"
     await asyncio.to_thread(wait_until, (state / "log.json").exists, 60, "new log")
     cluster.forget_client()
     await asyncio.to_thread(wait_until, cluster.is_live, 60, "live head")
-    await asyncio.sleep(10)
+    have_refused = lambda: all(count > before[pod] for pod, count in refusals(cluster).items())  # noqa: E731
+    await asyncio.to_thread(wait_until, have_refused, 60, "refusal of each agent")
     assert not (await cluster.state())[0].nodes, "an agent follows a head of another CA"
+
+
+def refusals(cluster: Cluster) -> dict[str, int]:
+    """Count by pod how often its agent has said that a certificate is not of the CA that it knows."""
+    return {pod: cluster.kubectl("logs", pod, "--container", "agent").count("is not of") for pod in cluster.pods()}
 
 
 async def test_log_begins_anew(cluster: Cluster, record: Record) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
@@ -20,20 +19,12 @@ from tests.planning.clusters import (
 )
 from tests.planning.oracle import brute_force_in, finds_room, shortfall
 from unicrond.core.planning import feasibility as seating
-from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.feasibility import groups_of, has_room, packs
 from unicrond.core.planning.problem import Alternative, Curve, Prices, Problem, TaskProblem
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.planning.unlimited_integers import solve_exactly
 from unicrond.events.vocabulary.shape import Shape
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def each_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernel.use(request.param)
-    yield request.param
-    kernel.use("numpy")
 
 
 def small_numbers(problem: Problem) -> bool:

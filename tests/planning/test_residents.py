@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
@@ -27,13 +26,6 @@ from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.planning.unlimited_integers import solve_exactly
 from unicrond.events.vocabulary.shape import Shape
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def each_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernel.use(request.param)
-    yield request.param
-    kernel.use("numpy")
 
 
 @pytest.fixture

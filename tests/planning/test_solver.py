@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
@@ -18,13 +17,6 @@ from unicrond.core.planning.solver import solve
 from unicrond.core.planning.unlimited_integers import PRECISION, solve_exactly, solve_precisely
 
 TEN_EACH = tuple(range(0, 100, 10))
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def each_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernel.use(request.param)
-    yield request.param
-    kernel.use("numpy")
 
 
 def small_numbers(problem: Problem) -> bool:

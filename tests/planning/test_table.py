@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -11,7 +10,6 @@ import pytest
 
 from tests.planning.clusters import random_situation
 from tests.planning.oracle import brute_force
-from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
 from unicrond.core.planning.situation import (
     NextEvent,
@@ -28,13 +26,6 @@ from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 
 LINEAR = tuple(range(0, 200, 10))
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def each_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernel.use(request.param)
-    yield request.param
-    kernel.use("numpy")
 
 
 def next_situation(situation: Situation, event: NextEvent, solution: Solution) -> Situation:

@@ -209,8 +209,26 @@ def test_group_refuses_older_hook_without_lanes(
     assert int(theirs.get("port/0")) > 1023
 
 
-def test_members_with_lanes_form_group(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
-    made = [Attempt(replace(place(store, "gen/t/1/0", rank), lanes=True), channels[rank]) for rank in range(2)]
+@pytest.mark.parametrize("lanes", [True, False])
+def test_group_refuses_older_hook_whose_fp16_gradients_are_not_divided(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], lanes: bool
+) -> None:
+    theirs = dist.PrefixStore("gen/t/1/0", StoreConnections().acquire(store))
+    theirs.set("standby/1", "-")
+    theirs.set("port/1", "+04711" if lanes else "+4711")
+    with pytest.raises(
+        forming.SumsMismatch, match=r"^members 1 .* does not divide fp16 gradients: have their nodes leave and join$"
+    ):
+        form(replace(place(store, "gen/t/1/0", 0), lanes=lanes, divided=True), 1, channels[0], 30)
+    assert int(theirs.get("port/0")) > 1023
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_members_with_lanes_form_group(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], divided: bool
+) -> None:
+    places = [replace(place(store, "gen/t/1/0", rank), lanes=True, divided=divided) for rank in range(2)]
+    made = [Attempt(each, channels[each.rank]) for each in places]
     for attempt in made:
         attempt._thread.join(30)
     assert all(attempt.succeeded for attempt in made)

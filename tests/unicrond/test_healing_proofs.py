@@ -19,6 +19,7 @@ from unicrond.core.state.changes import with_node, with_task
 from unicrond.core.state.holds import StandingHold
 from unicrond.core.state.state import TaskStatus
 from unicrond.core.state.task_parts import ProgramDivergence
+from unicrond.ctl import commands
 from unicrond.display.cluster_tables import tasks_table
 from unicrond.display.describe import describe_object
 from unicrond.events import vocabulary as v
@@ -275,3 +276,10 @@ async def test_api_takes_the_request(tmp_path: Path) -> None:
         await served.until(v.InjectFault)
         async with http.post("/v1/tasks/small/prove", json={}) as response:
             assert response.status == 404
+
+
+def test_status_tells_of_active_tasks_alone() -> None:
+    cluster = training()
+    assert commands._proofs(cluster.state) == {"healing 1": f"big: {text(cluster)}"}
+    cluster.append(v.TaskCancelled(task="big", reason="done"), "api", cluster.state.term)
+    assert text(cluster).startswith("not armed") and commands._proofs(cluster.state) == {}

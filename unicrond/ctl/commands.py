@@ -137,8 +137,8 @@ def _looping(state: ClusterState) -> dict[str, str]:
 
 
 def _proofs(state: ClusterState) -> dict[str, str]:
-    """Describe which tasks have proved that they heal, or are to."""
-    texts = [f"{task.name}: {text}" for task in state.tasks.values() if (text := proof_text(state, task))]
+    """Describe which active tasks have proved that they heal, or are to."""
+    texts = [f"{task.name}: {text}" for task in state.active if (text := proof_text(state, task))]
     return {f"healing {number}": text for number, text in enumerate(texts, start=1)}
 
 

@@ -8,7 +8,7 @@ Rules
 * A *newcomer* has received its state from a replica that trains. It has had the same parameters as all others in one to
   NEWCOMER_ITERATIONS iterations since. If only newcomers differ, the program keeps something that is not part of the
   state. (Few faults of memory come just then.) So no newcomer is accused, in whichever group it is by then. A replica
-  that receives the state because it was at fault is no newcomer.
+  at fault that receives the state anew is no newcomer.
 * Gradients of one micro-batch that differ by rounding (ROUNDING of their norm) come from other kernels, devices or
   versions. They count as the same here, though no bits are kept then (`process/determinism.py`). More than half of the
   replicas confirm a result if their norms are close to each other.

@@ -52,19 +52,26 @@ _NO_STANDBY = "-"
 _SIGN = "+"
 #: Before the port of a member that sums by lanes (`lifecycle/lanes.py`): a zero, which older hooks read over.
 _LANES = _SIGN + "0"
+#: Likewise of one whose gradients are divided in their backward (`megatron/runs.py`), with lanes or without.
+_DIVIDED = _LANES + "0"
+_ORDER_MISMATCH = (
+    "have an older hook, which adds gradients up in another order: have their nodes leave and join, or submit the task"
+    " with numerics: follow"
+)
+_FP16_MISMATCH = "have an older hook, which does not divide fp16 gradients: have their nodes leave and join"
 _POLL_CUDA_S = 0.002
 #: While a device is made, the listening socket that appears is its own.
 _listening = threading.Lock()
 
 
 class SumsMismatch(RuntimeError):
-    """A member has another version of the hook, which adds gradients up in another order."""
+    """A member has another version of the hook, which adds gradients up in another order, or others."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlacement:
     """A member's place in a group that is to be formed. `address`: its own, to listen on. `lanes`: the task's sums are
-    fixed."""
+    fixed; `divided`: they are of gradients that were divided in their backward."""
 
     store: StoreAddress
     prefix: str
@@ -74,6 +81,7 @@ class GroupPlacement:
     device: torch.device
     collective_timeout_s: float
     lanes: bool = False
+    divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +183,17 @@ class Attempt:
         cuda = place.device.type == "cuda"
         device, listening = (None, " 0") if cuda else _listen(place.address)
         own_port = listening.rpartition(" ")[2]
-        words.publish("port", (_LANES if place.lanes else _SIGN) + own_port)
+        mark = _DIVIDED if place.divided else _LANES if place.lanes else _SIGN
+        words.publish("port", mark + own_port)
         ports = words.collect("port")
         if ports is None:
             return None
-        outdated = [rank for rank, port in enumerate(ports) if place.lanes and not port.startswith(_LANES.encode())]
+        outdated = [
+            rank for rank, port in enumerate(ports) if mark != _SIGN and not port.startswith(mark.encode())
+        ]  # a sum of what both have computed would be neither's
         if outdated:
-            raise SumsMismatch(
-                f"members {', '.join(map(str, outdated))} of the group have an older hook,"
-                " which adds gradients up in another order: have their nodes leave and"
-                " join, or submit the task with numerics: follow"
-            )
+            text = _FP16_MISMATCH if place.divided else _ORDER_MISMATCH
+            raise SumsMismatch(f"members {', '.join(map(str, outdated))} of the group {text}")
         alike = all(port.startswith(_SIGN.encode()) for port in ports)
         if alike:
             self._tidy = words.withdraw

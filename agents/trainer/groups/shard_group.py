@@ -132,6 +132,7 @@ class Rendezvous:
             device=self._replica.device,
             collective_timeout_s=self._context.settings.collective_timeout_s,
             lanes=launch.spec.lanes > 0,
+            divided=self._context.divided_by > 1,
         )
 
     def report(self, failure: str, iteration: int, phase: Phase) -> None:

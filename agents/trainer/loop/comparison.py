@@ -7,7 +7,7 @@ Rules
   iteration begins again in the group without it. If it stays, it receives the state anew first.
 * If the program is at fault, every member reports that and waits to be ended. It makes no step and saves nothing more.
 * With `on_divergence: report` members make every step. They still accuse a replica at fault, which leaves at the next
-  change of membership. A member that knows that the program diverges accuses nobody.
+  change of membership. Once a member has reported that the program diverges, it accuses no replica.
 * Members that compute on different things (`process/determinism.py`) report that: they may differ by it. Then they hold
   no difference against a replica, nor against the program.
 """

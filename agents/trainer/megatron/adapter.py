@@ -203,6 +203,7 @@ class Adapter:
         one_stage = self._training.mpu.get_pipeline_model_parallel_world_size() == 1
         is_scaled_mean = args.fp16 and not args.calculate_per_token_loss
         divided_by = args.global_batch_size // args.micro_batch_size if is_scaled_mean else 1
+        self._context.divided_by = divided_by
         self._hook = hook = Hook.attach(
             model,
             optimizer,

@@ -114,6 +114,8 @@ class Context:
     mark: Marker = field(default_factory=lambda: Marker(None))
     #: What is left to do where the program ends by itself with code 0; it raises LeftEarly in mid-training.
     finish: Callable[[], None] | None = None
+    #: What gradients are divided by in their backward already (`megatron/runs.py`).
+    divided_by: int = 1
     #: The program has ended.
     has_ended: bool = False
 

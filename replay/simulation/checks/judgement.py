@@ -234,16 +234,15 @@ def nodes_are_used(idle_s: Mapping[str, float], demand: Mapping[str, str], withi
 def deaf_heads_judge_nobody(basis: ClusterState, event: v.AnyEvent, silenced: Callable[[int], bool]) -> str:
     """Check a decision. `basis`: the state that it was decided in. `silenced`: whether a node whose last beat came then
     was cut off together with all others, which still are. A node that lies, and has joined since, is heard."""
-    up = sum(node.status is NodeStatus.UP for node in basis.nodes.values())
+    nodes_up = {node.name for node in basis.nodes.values() if node.status is NodeStatus.UP}
+    up = len(nodes_up)
     if up >= 2 and isinstance(event, v.NodeLost) and silenced(event.evidence.beat_at_us):
         stranger = basis.nodes.get(STRANGER)
         if stranger is not None and stranger.joined_us > event.evidence.beat_at_us:
             return ""
         return f"{event.node} is lost, and none of {up} nodes is heard: {event.reason}"
-    if up >= 2 and isinstance(event, v.NodesLost):
-        others = [n.name for n in basis.nodes.values() if n.status is NodeStatus.UP and n.name not in event.nodes]
-        if not others:
-            return f"{', '.join(event.nodes)} are lost, and none of {up} nodes is heard: {event.reason}"
+    if up >= 2 and isinstance(event, v.NodesLost) and nodes_up <= set(event.nodes):
+        return f"{', '.join(event.nodes)} are lost, and none of {up} nodes is heard: {event.reason}"
     if basis.silence is not None and isinstance(event, _JUDGEMENTS):
         return f"decided while no node is heard: {event.sentence()}"
     return ""
