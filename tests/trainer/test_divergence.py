@@ -20,8 +20,9 @@ from unicrond.agents.trainer.detection.divergence import (
     judge_parameters,
 )
 from unicrond.agents.trainer.detection.observing import Detection
+from unicrond.agents.trainer.loop.comparison import ENVIRONMENT_REPORTS_MAX, ReplicaComparison
 from unicrond.agents.trainer.process.context import WorkerSettings
-from unicrond.events.vocabulary import CorruptionSuspected, TaskSpec
+from unicrond.events.vocabulary import CorruptionSuspected, DivergenceObserved, TaskSpec
 
 RANKS = st.integers(3, 12)
 NAN, INFINITY = float("nan"), float("inf")
@@ -200,3 +201,21 @@ def test_digest_sees_any_single_bit(dtype: torch.dtype, size: int) -> None:
     assert digest.number() != before, "it looks where the tensor lies now"
     parameters[1].data = clones[1]
     assert digest.number() == before
+
+
+def test_environments_are_reported_in_a_few_groups_and_other_signs_in_each() -> None:
+    sent: list[DivergenceObserved] = []
+    reporter = Reporter(node="n1", task="t", worker="t.1")
+    rendezvous = SimpleNamespace(generation=0)
+    context = SimpleNamespace(
+        launch=SimpleNamespace(worker="t.1", reporter=reporter), channel=SimpleNamespace(send=sent.append)
+    )
+    comparison = ReplicaComparison(SimpleNamespace(), context, rendezvous, SimpleNamespace())  # type: ignore[arg-type]
+    for rendezvous.generation in range(1, 2 * ENVIRONMENT_REPORTS_MAX):
+        for sign in ("environment", "environment", "unsteady"):
+            comparison._send(sign, 7)  # type: ignore[arg-type]
+    generations = {
+        sign: [report.generation for report in sent if report.sign == sign] for sign in ("environment", "unsteady")
+    }
+    assert generations["environment"] == [*range(1, 1 + ENVIRONMENT_REPORTS_MAX)]
+    assert generations["unsteady"] == [*range(1, 2 * ENVIRONMENT_REPORTS_MAX)]

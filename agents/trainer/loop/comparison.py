@@ -8,8 +8,9 @@ Rules
 * If the program is at fault, every member reports that and waits to be ended. It makes no step and saves nothing more.
 * With `on_divergence: report` members make every step. They still accuse a replica at fault, which leaves at the next
   change of membership. Once a member has reported that the program diverges, it accuses no replica.
-* Members that compute on different things (`process/determinism.py`) report that: they may differ by it. Then they hold
-  no difference against a replica, nor against the program.
+* Members that compute on different things (`process/determinism.py`) report that, as they may differ by it. They do so
+  in ENVIRONMENT_REPORTS_MAX groups, for each report is an entry of the log. A difference then counts against no replica
+  and not against the program.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import Context
 from unicrond.events.vocabulary import CorruptionSign, DivergenceObserved, DivergenceSign, divergence_text
 
+#: In how many groups a worker reports what they compute on: the head needs the word of most members of one group, and a
+#: group may be too short for that.
+ENVIRONMENT_REPORTS_MAX = 3
 #: How long members wait for the membership without a replica that they have accused.
 _EVICTION_S = 5.0
 #: How long those of a program that diverges wait for the order to end.
@@ -43,6 +47,7 @@ class ReplicaComparison:
     _diverges: bool = False
     #: In which generation each sign was sent last.
     _sent: dict[DivergenceSign, int] = field(default_factory=dict)
+    _environment_reports: int = 0
 
     @property
     def _rank(self) -> int:
@@ -136,6 +141,10 @@ class ReplicaComparison:
         generation, context = self.rendezvous.generation, self.context
         if self._sent.get(sign) == generation:
             return
+        if sign == "environment":
+            if self._environment_reports == ENVIRONMENT_REPORTS_MAX:
+                return
+            self._environment_reports += 1
         self._sent[sign] = generation
         print(f"{context.launch.worker}: {divergence_text(iteration, sign)}{detail}", flush=True)
         context.channel.send(
