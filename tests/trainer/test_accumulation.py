@@ -50,6 +50,25 @@ def test_accumulation_keeps_one_sum_per_open_lane() -> None:
     assert not accumulation.sums.running[3].flat.any()
 
 
+def test_several_gradients_of_one_micro_batch_are_noticed() -> None:
+    """One after the other on a running sum they have other bits than added up first: nothing is computed ahead then."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    accumulation = Accumulation([parameter], lanes=Lanes(4, 2))
+    for _ in range(2):
+        accumulation.begin_micro_batches()
+        parameter.sum().backward()
+    assert not accumulation.has_several
+    accumulation.go_ahead()
+    accumulation.begin_micro_batches()
+    for _ in range(2):
+        parameter.sum().backward()
+    assert accumulation.has_several
+    accumulation.drop_ahead()
+    running_sum = accumulation.take_store(spare=True)
+    accumulation.resume_lane(1, running_sum)
+    assert running_sum.flat.item() == 0.0
+
+
 def test_accumulation_drops_invalid_sums() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     accumulation = Accumulation([parameter], lanes=Lanes(4, 2))

@@ -19,6 +19,9 @@ Rules
   micro-batch of the iteration, on any replica, gave the parameter a gradient: optimizers leave out such parameters. One
   element for each parameter, beside the gradients, says so; they are summed with them, and never divided. So are the
   buffers that change (`carried_buffers.py`).
+* A parameter that gets several gradients in one micro-batch, as in a loop over its samples, has them added one after
+  the other. Computed ahead of the lane's running sum they would be added up first, and have other bits: `has_several`
+  says that a micro-batch has done so, and none is computed ahead from then on.
 * Where a framework adds gradients to buffers of its own, the stores are laid out as these (`StoreLayout`), and it adds
   to whichever is the present one (`megatron/buffers.py`).
 """
@@ -127,6 +130,11 @@ class Accumulation:
         self._free: list[GradientStore] = []
         self._ahead: list[GradientStore] = []
         self._stores_max = 1
+        #: Whether a micro-batch has given a parameter more than one gradient, in this process. By parameter: the place
+        #: of the last micro-batch that gave it any, counted from 1.
+        self.has_several = False
+        self._micro_batch = 0
+        self._last_micro_batch = [0] * len(self._parameters)
         self.sums: Sums[GradientStore] = Sums(self._add_up)
         self._expected_counts: list[int] | None = None
         self._unready: list[int] = []
@@ -191,7 +199,9 @@ class Accumulation:
                 parameter.grad = parameter.main_grad
 
     def begin_micro_batches(self) -> None:
-        """Note that the program computes micro-batches now: their buffers are to be told apart from those before."""
+        """Note that the program computes micro-batches now: their gradients and buffers are to be told apart from those
+        before."""
+        self._micro_batch += 1
         if self._extra_buffers is not None:
             self._extra_buffers.begin()
 
@@ -258,6 +268,10 @@ class Accumulation:
         self._release_ahead()
         self.sums.running[lane] = store
 
+    def drop_ahead(self) -> None:
+        """Drop the micro-batch that was computed ahead last."""
+        self._release(self._ahead.pop())
+
     def _release_ahead(self) -> None:
         for store in self._ahead:
             self._release(store)
@@ -305,6 +319,8 @@ class Accumulation:
     def _note_gradient(self, index: int, *_: object) -> None:
         """Note that a gradient is finished and added, in the middle of a backward."""
         self.on_gradient()
+        self.has_several |= self._last_micro_batch[index] == self._micro_batch
+        self._last_micro_batch[index] = self._micro_batch
         if self._expected_counts is None or self._ready is None:
             return
         self._expected_counts[index] -= 1

@@ -73,11 +73,22 @@ class LaneRuns:
         if not ledger.may_go_ahead(run):
             return False
         if not self.context.replica.all_true(
-            not self.passing.has_arrived(self._group, run) and self.accumulation.has_room
+            not self.passing.has_arrived(self._group, run)
+            and self.accumulation.has_room
+            and not self.accumulation.has_several
         ):
             return False
         ledger.go_ahead()
         self.accumulation.go_ahead()
+        return True
+
+    def drops_ahead(self) -> bool:
+        """Drop the micro-batch that was just computed, if it was computed ahead and gave a parameter several gradients,
+        whose sum has not the bits that they have one after the other; return whether. It is computed again."""
+        if not self._ledger.is_ahead or self.context.replica.all_true(not self.accumulation.has_several):
+            return False
+        self._ledger.drop_ahead()
+        self.accumulation.drop_ahead()
         return True
 
     def enter(self, run: Run) -> None:

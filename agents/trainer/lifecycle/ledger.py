@@ -116,7 +116,7 @@ class LaneLedger(IterationLedger):
     those of the runs. `lane_assignment`, `rank`: what it was assigned, and as which member. `running`: the running sum
     of each lane that it has any of. `from_peers`: what others have sent of these; the senders account for that, until a
     new assignment says that it is this replica's. `ahead`: accounts of micro-batches of the present run that were
-    computed before the sum that they continue was here."""
+    computed before the sum that they continue was here; `is_ahead`: the last of them is under way."""
 
     lanes: Lanes = field(kw_only=True)
     lane_assignment: Assignment | None = None
@@ -124,7 +124,7 @@ class LaneLedger(IterationLedger):
     running: dict[int, RunningSum] = field(default_factory=dict)
     from_peers: dict[int, RunningSum] = field(default_factory=dict)
     ahead: list[RunningSum] = field(default_factory=list)
-    _is_ahead: bool = False
+    is_ahead: bool = False
     _runs: tuple[Run, ...] = ()
     _offset: int = 0
 
@@ -145,7 +145,7 @@ class LaneLedger(IterationLedger):
 
     def todo(self) -> list[int]:
         """Return the micro-batches of the present run that are not finished, in their order."""
-        finished = self._offset + len(self.ahead) - self._is_ahead
+        finished = self._offset + len(self.ahead) - self.is_ahead
         return list(self._runs[0].micro_batches[finished:]) if self._runs else []
 
     def remaining(self) -> list[int]:
@@ -158,14 +158,14 @@ class LaneLedger(IterationLedger):
 
     def add(self, loss_sum: float, tokens: int) -> None:
         """Add the loss and tokens of micro-batches of the present run; `loss_sum` is finite."""
-        target = self.ahead[-1] if self._is_ahead else self.running.setdefault(self._runs[0].lane, RunningSum())
+        target = self.ahead[-1] if self.is_ahead else self.running.setdefault(self._runs[0].lane, RunningSum())
         target.loss_sum += to_fixed_point(loss_sum)
         target.tokens += tokens
 
     def finish(self, micro_batches: int) -> bool:
         """Note that so many micro-batches are finished; return whether the present run is over."""
-        if self._is_ahead:
-            self._is_ahead = False
+        if self.is_ahead:
+            self.is_ahead = False
             return False
         self.finished += micro_batches
         self._offset += micro_batches
@@ -185,7 +185,12 @@ class LaneLedger(IterationLedger):
     def go_ahead(self) -> None:
         """Note that the next micro-batch is computed ahead."""
         self.ahead.append(RunningSum(1))
-        self._is_ahead = True
+        self.is_ahead = True
+
+    def drop_ahead(self) -> None:
+        """Drop the micro-batch that is computed ahead: it is to be computed once more."""
+        self.ahead.pop()
+        self.is_ahead = False
 
     @property
     def computed_ahead(self) -> tuple[int, ...]:

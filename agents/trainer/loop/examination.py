@@ -8,6 +8,8 @@ Rules
 * Gradients are summed in float32. Parameters are float32, bfloat16 or float16, whole and on one device.
 * What holds at `attach` holds to the end: before the first iteration all is compared again, and before each what
   costs nothing to compare.
+* The first iterations of a task change some parameter, or it would "complete" without having trained. A loss scale may
+  be too large for as long, and a learning rate of 0 is the program's wish.
 * Models in Megatron's own buffers (`gradients` of `attach`) are Megatron-LM's, and examined there.
 """
 
@@ -21,10 +23,13 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from unicrond.agents.trainer.detection.checksum import ParameterDigest
 from unicrond.agents.trainer.states import layout
 from unicrond.agents.trainer.states.state import BadState, flatten, members_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: So many iterations may leave all parameters as they were.
+IDLE_ITERATIONS_MAX = 10
 _NAMES_MAX = 3
 #: Those of torch whose step cannot be the last thing in an iteration, or needs gradients of another kind, and why.
 _UNFIT = {
@@ -73,6 +78,8 @@ class Examination:
     parameters: NamedParameters
     numbers: tuple[int, ...]
     _flags: tuple[bool, ...] = ()
+    #: Of all parameters before the first iteration, 0: this process does not know them.
+    _first_digest: int = 0
 
     def __post_init__(self) -> None:
         self._flags = tuple(parameter.requires_grad for _, parameter in self.parameters)
@@ -87,16 +94,34 @@ class Examination:
         for name, parameter in self.parameters:
             if parameter.requires_grad and _hooks(parameter) != 1:
                 raise CannotAttach(_hook_text(name))
-        self.compare()
 
-    def compare(self) -> None:
+    def compare(self, iteration: int, *, loss_scaled: bool) -> None:
         """Compare what costs nothing to compare, before an iteration. Raises CannotAttach."""
+        if not loss_scaled:
+            self._require_training(iteration)
         for (name, parameter), flag in zip(self.parameters, self._flags, strict=True):
             if parameter.requires_grad is not flag:
                 raise CannotAttach(
                     f"{name}: requires_grad has changed since Hook.attach, which takes the parameters as they are;"
                     " freeze before it, or give a frozen parameter's group a learning rate of 0"
                 )
+
+    def _require_training(self, iteration: int) -> None:
+        trained = [parameter for _, parameter in self.parameters if parameter.requires_grad]
+        if iteration not in (1, 1 + IDLE_ITERATIONS_MAX) or not trained:
+            return
+        digest = ParameterDigest(trained).number()
+        if iteration == 1:
+            self._first_digest = digest
+        elif digest == self._first_digest and any(self._learning_rates()):
+            raise CannotAttach(
+                f"{IDLE_ITERATIONS_MAX} iterations have changed no parameter: call backward() for each micro-batch, and"
+                " optimizer.step() after the loop over the step, with no zero_grad() between them"
+            )
+
+    def _learning_rates(self) -> Iterator[Any]:
+        for optimizer in self.optimizers:
+            yield from (group.get("lr", True) for group in getattr(optimizer, "param_groups", ()))
 
 
 def _numbers(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> tuple[int, ...]:

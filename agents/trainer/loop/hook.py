@@ -265,14 +265,14 @@ class Hook:
     def steps(self) -> Iterator[Step]:
         """Yield the iterations that are left, one after the other, from wherever the task stands."""
         driver = self._driver
-        if self._driver.member.state != "new":
+        if driver.member.state != "new":
             raise RuntimeError("hook.steps() has begun already: loop over it once, to its end")
         if self._examination is not None:
             self._examination.compare_all()
         driver.begin()
         while isinstance(driver.seam, Compute):
             if self._examination is not None:
-                self._examination.compare()
+                self._examination.compare(driver.seam.ledger.iteration, loss_scaled=driver.detection.loss_scaled)
             self._step = step = Step(self, driver.seam.ledger.iteration)
             try:
                 yield step
@@ -347,6 +347,8 @@ class Hook:
                 yield todo
                 driver.accumulation.end_micro_batches(todo)
                 compute_time.end(len(todo))
+                if runs is not None and runs.drops_ahead():
+                    continue
             if ledger.finish(len(todo)):
                 ledger.end_run()
                 if runs is not None:
@@ -395,9 +397,7 @@ class Hook:
 
     def _partly(self) -> None:
         if self._context.injection.expects("partly"):
-            with contextlib.suppress(
-                GroupBroken, MembershipSuperseded
-            ):  # it will show again where the rest is waited for
+            with contextlib.suppress(GroupBroken, MembershipSuperseded):  # it shows where the rest is waited for
                 self._driver.group.finish()
                 self._driver.fire("partly")
 

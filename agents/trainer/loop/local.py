@@ -142,7 +142,8 @@ class LocalHook:
         """Yield the iterations one after the other. Raises RuntimeError for a step that the loop left early."""
         self.examination.compare_all()
         for iteration in range(self._loaded_iteration + 1, self.task.iterations + 1):
-            self.examination.compare()
+            scaled = any(isinstance(stateful, torch.amp.GradScaler) for stateful in self._registered.values())
+            self.examination.compare(iteration, loss_scaled=scaled)
             self.sums.clear()
             self._iteration, self._loss_sum, self._tokens = iteration, 0.0, 0
             step = LocalStep(self, iteration)
