@@ -20,7 +20,13 @@ def lines(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "iterations", "global_batch", "micro_batch"),
-    [("evaluation", 40, 32, 8), ("tokens", 1000, 16, 4), ("huggingface", 30, 16, 4), ("curves", 40, 32, 8)],
+    [
+        ("evaluation", 40, 32, 8),
+        ("tokens", 1000, 16, 4),
+        ("huggingface", 30, 16, 4),
+        ("curves", 40, 32, 8),
+        ("torch_loop", 24, 16, 4),
+    ],
 )
 def test_recipe_heals_and_logs_as_alone(
     server: ForkServer,

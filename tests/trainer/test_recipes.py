@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import runpy
 from pathlib import Path
@@ -31,6 +32,16 @@ def _curves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_document_lists_every_recipe() -> None:
     text = (RECIPES.parents[1] / "docs" / "use" / "recipes.md").read_text()
     assert PROGRAMS and all(f"examples/recipes/{name}.py" in text for name in PROGRAMS)
+
+
+def test_port_of_the_plain_torch_script_changes_twelve_lines_at_most() -> None:
+    """Beside the text that says what it is."""
+    plain, port = (
+        [line.strip() for line in path.read_text().split('"""', 2)[2].splitlines() if line.strip()]
+        for path in (RECIPES.parent / "plain_torch.py", RECIPES / "torch_loop.py")
+    )
+    changes = [line for line in difflib.ndiff(plain, port) if line[0] in "+-"]
+    assert sum(line[0] == "-" for line in changes) <= 12 >= sum(line[0] == "+" for line in changes), changes
 
 
 def test_evaluation_recipe_lowers_loss(capsys: pytest.CaptureFixture[str]) -> None:
