@@ -28,7 +28,7 @@ def task(case: str, lanes: str = "1", iterations: int = ITERATIONS, micro_batch:
     return TaskSpec(
         name="t",
         entry=PROGRAM,
-        args=(case, str(iterations), str(BATCH), str(micro_batch)),
+        args=(case, "{iterations}", "{global_batch}", "{micro_batch}"),
         max_workers=3,
         global_batch=BATCH,
         micro_batch=micro_batch,

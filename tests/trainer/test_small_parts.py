@@ -16,9 +16,10 @@ from unicrond.agents.protocol import injection
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, ToWorker
 from unicrond.agents.protocol.sampling import Sampling
+from unicrond.agents.trainer.entry.worker import script_arguments
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
 from unicrond.agents.trainer.loop import corpus
-from unicrond.events.vocabulary import WorkerReady
+from unicrond.events.vocabulary import TaskSpec, WorkerReady
 
 
 def test_fault_parser_reads_orders() -> None:
@@ -144,3 +145,9 @@ def test_unframer_sets_newer_fields_aside() -> None:
     for bad in ({"type": "Quit", "reason": 5, "politely": True}, {"type": "Quit"}, {"type": 5}, {"reason": "x"}):
         with pytest.raises(BadFrame):
             Unframer(ToWorker).feed(framed(bad))
+
+
+def test_arguments_of_a_script_take_numbers_of_the_task_where_they_are_alone() -> None:
+    args = ("{iterations}", "--batch={global_batch}", "--out", "out_{iterations}.pt", "{lr}", "{seed}")
+    spec = TaskSpec(name="t", entry="loop.py", iterations=70, global_batch=24, micro_batch=2, seed=5, args=args)
+    assert script_arguments(spec) == ["70", "--batch=24", "--out", "out_{iterations}.pt", "{lr}", "5"]

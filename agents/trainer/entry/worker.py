@@ -8,6 +8,7 @@ beforehand; 69 no agent (`channel.py`); 75 no membership after a fault (`driver.
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -30,6 +31,8 @@ from unicrond.events.vocabulary import TaskSpec
 _FLUSH_TIMEOUT_S = 2.0
 #: How often an optimizer may step before Hook.attach: some are stepped once or twice to make their state.
 _STEPS_ALONE_MAX = 10
+#: An argument of a script that stands for a number of its task.
+_OF_TASK = re.compile(r"(--[\w-]+=)?\{(iterations|global_batch|micro_batch|seed)\}")
 
 
 def run(launch: Launch) -> NoReturn:
@@ -100,7 +103,7 @@ def _run(spec: TaskSpec) -> int:
 
             entry.main(spec)
         else:
-            run_script(spec.entry, spec.args)
+            run_script(spec.entry, script_arguments(spec))
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -109,6 +112,14 @@ def _run(spec: TaskSpec) -> int:
         context.current().has_ended = True  # what is left of its loop is not left early
         raise
     return 0
+
+
+def script_arguments(spec: TaskSpec) -> list[str]:
+    """Return the arguments of a task's script: one that is {iterations}, or --flag={iterations}, is the task's number,
+    and so for global_batch, micro_batch and seed. So a script says none of them again, and learns what
+    `unicronctl set --iterations` has changed."""
+    matches = [(argument, _OF_TASK.fullmatch(argument)) for argument in spec.args]
+    return [f"{match[1] or ''}{getattr(spec, match[2])}" if match else argument for argument, match in matches]
 
 
 def run_script(entry: str, args: Sequence[str]) -> None:
