@@ -123,6 +123,46 @@ class Jittered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.rows[sample] + 0.1 * torch.randn(WIDTH) + random.random(), self.classes[sample]
 
 
+class JitteredStream(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same, in order, and less than an iteration's samples too many; each epoch is another one."""
+
+    def __init__(self) -> None:
+        self.samples, self.epoch = Jittered(), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for sample in range(SAMPLES - 7):
+            rows, label = self.samples[sample]
+            yield rows + self.epoch, label
+
+
+class PlacedStream(JitteredStream):
+    """The same with a state: it never reads again what has been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.next = state_dict["next"]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self.next == SAMPLES - 7:
+            self.next = 0
+        while self.next < SAMPLES - 7:
+            rows, label = self.samples[self.next]
+            self.next += 1
+            yield rows + self.epoch, label
+
+
+DATASETS = {"loaded": Jittered, "stream": JitteredStream, "placed-stream": PlacedStream}
+
+
 def main(case: str, iterations: int, global_batch: int, micro_batch: int) -> None:
     """Train through all iterations, and print a line after each."""
     torch.set_num_threads(1)  # with two, sums over a batch have other bits
@@ -148,9 +188,9 @@ def main(case: str, iterations: int, global_batch: int, micro_batch: int) -> Non
         model,
         optimizer,
         scheduler,
-        dataset_size=None if case == "loaded" else SAMPLES,
+        dataset_size=None if case in DATASETS else SAMPLES,
     )
-    loader = hook.loader(Jittered(), num_workers=1) if case == "loaded" else None
+    loader = hook.loader(DATASETS[case](), num_workers=int(case != "stream")) if case in DATASETS else None
     hook.register("scaler", scaler)
     for step in hook.steps():
         for noisy_rows, noisy_classes in loader(step) if loader else ():

@@ -82,6 +82,8 @@ CASES = (
     "eager",
     "compiled",
     "loaded",
+    "stream",
+    "placed-stream",
 )
 
 

@@ -21,6 +21,7 @@ from tests.seeds import at_most
 from unicrond import Hook, Local
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.loop.loader import BadLoader, Loader, sampling_over
+from unicrond.agents.trainer.loop.stream import StreamLoader
 
 
 @pytest.fixture(autouse=True)
@@ -177,8 +178,8 @@ def test_what_nobody_asks_for_may_be_broken() -> None:
 @pytest.mark.parametrize(
     ("dataset", "options", "problem"),
     [
-        (type("Stream", (IterableDataset,), {"__iter__": iter})(), {}, "a map-style dataset is needed"),
-        (object(), {}, "a map-style dataset is needed"),
+        (iter([1]), {}, "a stream has no size; leave dataset_size out"),
+        (object(), {}, "give a map-style dataset"),
         ([], {}, "it is empty"),
         ([1] * 5, {}, "it has 5 samples, and dataset_size is 23"),
         (Noisy(), {"num_workers": -1}, "give 0 to 1024 processes"),
@@ -191,6 +192,82 @@ def test_what_nobody_asks_for_may_be_broken() -> None:
 def test_loader_that_cannot_be_made_says_what_to_change(dataset: Any, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadLoader, match=problem):
         Loader(dataset, sampling_over(dataset, SAMPLING, has_begun=False), lambda: 1, **options)
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """Counts to seven, and says how often it began."""
+
+    def __init__(self, size: int = 7) -> None:
+        self.size, self.begins = size, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.begins += 1
+        yield from (torch.tensor([number, random.random()]) for number in range(self.size))
+
+
+class PlacedNumbers(Numbers):
+    """The same with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.next = state_dict["next"]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.begins += 1
+        self.next %= self.size
+        while self.next < self.size:
+            self.next += 1
+            yield torch.tensor([self.next - 1, random.random()])
+
+
+STREAM = Sampling(5, 4, 2, None)
+FIRST = [[0, 1, 2, 3], [4, 5, 6, 0], [1, 2, 3, 4], [5, 6, 0, 1]]
+
+
+def read(loader: StreamLoader, iteration: int, micro_batches: list[int]) -> list[torch.Tensor]:
+    return list(loader(Scripted(iteration, micro_batches, [])))
+
+
+@pytest.mark.parametrize("kind", [Numbers, PlacedNumbers])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stream_gives_each_micro_batch_its_samples_whoever_reads_it(kind: type[Numbers], num_workers: int) -> None:
+    """Beginning anew in mid-iteration; and a newcomer reads on where another stands, in an iteration or after it."""
+    loader = StreamLoader(kind(), STREAM, num_workers=num_workers)
+    whole: dict[int, list[torch.Tensor]] = {}
+    for iteration, numbers in enumerate(FIRST, 1):
+        whole[iteration] = read(loader, iteration, [0, 1])
+        assert torch.cat(whole[iteration])[:, 0].tolist() == numbers
+        for later in (iteration, iteration + 1):
+            dataset = kind()
+            newcomer = StreamLoader(dataset, STREAM)
+            newcomer.load_state_dict(loader.state_dict())
+            for known in range(later, len(FIRST) + 1):
+                (batch,) = read(newcomer, known, [1])
+                assert known not in whole or torch.equal(batch, whole[known][1]), "random numbers too"
+                assert batch[:, 0].tolist() == FIRST[known - 1][2:]
+            assert newcomer.state_dict()["places"][0][0] <= len(FIRST)
+
+
+def test_replica_without_a_micro_batch_knows_where_the_stream_stands() -> None:
+    busy, idle = StreamLoader(PlacedNumbers(), STREAM), StreamLoader(PlacedNumbers(), STREAM)
+    read(busy, 1, [0, 1])
+    assert not read(idle, 1, [])
+    assert idle.state_dict() == busy.state_dict()
+
+
+def test_stream_that_ends_or_is_read_by_two_processes_is_refused() -> None:
+    with pytest.raises(BadLoader, match="a stream is read in order, by one process"):
+        StreamLoader(Numbers(), STREAM, num_workers=2)
+    with pytest.raises(BadLoader, match="has nothing in epoch 0"):
+        read(StreamLoader(Numbers(0), STREAM), 1, [0])
+    with pytest.raises(BadLoader, match="has nothing in epoch 1"):
+        read(StreamLoader(iter([1.0] * 3), STREAM), 1, [0])
 
 
 def test_loader_is_made_before_the_first_step() -> None:

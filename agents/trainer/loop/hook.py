@@ -39,9 +39,10 @@ from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
 from unicrond.agents.trainer.loop import examination
 from unicrond.agents.trainer.loop.driver import LifecycleDriver, make_driver, plain_accumulation
-from unicrond.agents.trainer.loop.loader import Loader, sampling_over
+from unicrond.agents.trainer.loop.loader import sampling_over
 from unicrond.agents.trainer.loop.local import Local as Local
 from unicrond.agents.trainer.loop.local import LocalHook, backward
+from unicrond.agents.trainer.loop.stream import DatasetLoader, make_loader
 from unicrond.agents.trainer.process import context, determinism
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
@@ -216,15 +217,15 @@ class Hook:
         """Return the samples of one micro-batch of the task."""
         return self._context.launch.spec.micro_batch
 
-    def loader(self, dataset: Any, **options: Any) -> Loader:
-        """Return a loader of the micro-batches of a map-style dataset (`loader.py`): `for batch in loader(step)`.
+    def loader(self, dataset: Any, **options: Any) -> DatasetLoader:
+        """Return a loader of the micro-batches of a dataset (`loader.py`, `stream.py`): `for batch in loader(step)`.
 
         Options: `collate_fn`, `num_workers` (0: the training process loads), `prefetch` (micro-batches ahead for each
         of them; 2), and `pin_memory`, `worker_init_fn`, `multiprocessing_context`, `timeout` of torch's DataLoader.
         Before the first step. Raises BadLoader."""
         driver = self._driver
         sampling = sampling_over(dataset, driver.sampling, has_begun=driver.member.state != "new")
-        loader = Loader(dataset, sampling, lambda: self.iterations, **options)
+        loader = make_loader(self, driver.state.registered, dataset, sampling, options)
         driver.sampling = sampling
         return loader
 

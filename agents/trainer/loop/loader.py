@@ -16,8 +16,8 @@ Rules
   nobody asks for is dropped, with whatever its loading raised.
 * Reading counts as reading: an exception or a hang there is reported as one of the data.
 
-What does not live here: who computes which micro-batch (lifecycle/micro_batch_assignment.py), which samples it has
-(protocol/sampling.py).
+What does not live here: streams, which can only be read in order (`stream.py`); who computes which micro-batch
+(lifecycle/micro_batch_assignment.py), which samples it has (protocol/sampling.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -83,12 +83,17 @@ class _SeededDataset:
 
     def __getitems__(self, orders: Sequence[_Order]) -> list[Any]:
         (order,) = orders
-        random.seed(order.seed)
-        numpy.random.seed(order.seed % 2**32)
-        torch.default_generator.manual_seed(order.seed)
+        seed_dataset(order.seed)
         if fetch := getattr(self.dataset, "__getitems__", None):
             return list(fetch(list(order.samples)))
         return [self.dataset[sample] for sample in order.samples]
+
+
+def seed_dataset(seed: int) -> None:
+    """Seed every random number that a dataset may draw."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def _order(sampling: Sampling, place: _WorkPlace) -> _Order:
@@ -137,6 +142,25 @@ class _Forecast:
             yield [_order(self._sampling, place)]
 
 
+def check_options(num_workers: int, prefetch: int, options: Mapping[str, Any]) -> None:
+    """Require options that a loader takes. Raises BadLoader."""
+    if not 0 <= num_workers <= MAX_WORKERS or prefetch < 1:
+        raise BadLoader(
+            f"hook.loader(num_workers={num_workers}, prefetch={prefetch}): give 0 to {MAX_WORKERS} processes, and "
+            "at least one micro-batch ahead for each"
+        )
+    if name := next((name for name in options if name not in PASSED_ON), None):
+        raise BadLoader(
+            f"hook.loader({name}=...): the task says what a batch is (global_batch, micro_batch, seed); of torch's "
+            f"DataLoader it takes {', '.join(PASSED_ON)}"
+        )
+    if options and not num_workers:
+        raise BadLoader(
+            f"hook.loader({next(iter(options))}=...): without num_workers the training process loads, and torch's "
+            "DataLoader does not run; give num_workers, or leave it out"
+        )
+
+
 class Loader:
     """The micro-batches of one dataset. `iterations`: returns how many the task has."""
 
@@ -150,21 +174,7 @@ class Loader:
         prefetch: int = 2,
         **options: Any,
     ) -> None:
-        if not 0 <= num_workers <= MAX_WORKERS or prefetch < 1:
-            raise BadLoader(
-                f"hook.loader(num_workers={num_workers}, prefetch={prefetch}): give 0 to {MAX_WORKERS} processes, and "
-                "at least one micro-batch ahead for each"
-            )
-        if name := next((name for name in options if name not in PASSED_ON), None):
-            raise BadLoader(
-                f"hook.loader({name}=...): the task says what a batch is (global_batch, micro_batch, seed); of torch's "
-                f"DataLoader it takes {', '.join(PASSED_ON)}"
-            )
-        if options and not num_workers:
-            raise BadLoader(
-                f"hook.loader({next(iter(options))}=...): without num_workers the training process loads, and torch's "
-                "DataLoader does not run; give num_workers, or leave it out"
-            )
+        check_options(num_workers, prefetch, options)
         self._dataset = _SeededDataset(dataset)
         self._sampling = sampling
         self._iterations = iterations
@@ -237,14 +247,24 @@ class Loader:
         return self._collate(self._dataset.__getitems__([_order(self._sampling, place)]))
 
 
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset can only be read in order."""
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
 def sampling_over(dataset: Any, sampling: Sampling, *, has_begun: bool) -> Sampling:
     """Return the task's sampling over this dataset. Raises BadLoader."""
     if has_begun:
         raise BadLoader("hook.loader(...): make it before the first step")
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if is_stream(dataset):
+        if sampling.dataset_size is not None:
+            raise BadLoader("hook.loader(dataset): a stream has no size; leave dataset_size out of Hook.attach")
+        return sampling
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise BadLoader(
-            "hook.loader(dataset): a map-style dataset is needed (`__getitem__`, `__len__`), or no replica could load "
-            "what another one has lost; read a stream by `step.samples`, which counts up without end"
+            "hook.loader(dataset): give a map-style dataset (`__getitem__`, `__len__`), or a stream (`__iter__`)"
         )
     if len(dataset) < 1:
         raise BadLoader("hook.loader(dataset): it is empty")

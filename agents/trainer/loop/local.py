@@ -19,7 +19,8 @@ from unicrond.agents.protocol.sampling import Sampling, work_seed
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
 from unicrond.agents.trainer.lifecycle.ledger import to_fixed_point
 from unicrond.agents.trainer.loop.examination import Examination
-from unicrond.agents.trainer.loop.loader import Loader, sampling_over
+from unicrond.agents.trainer.loop.loader import sampling_over
+from unicrond.agents.trainer.loop.stream import DatasetLoader, make_loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +170,10 @@ class LocalHook:
         self.sums.settle(places, self._tokens)
         step.loss, step.agreed = self._loss_sum / self._tokens, True
 
-    def loader(self, dataset: Any, **options: Any) -> Loader:
+    def loader(self, dataset: Any, **options: Any) -> DatasetLoader:
         """Return a loader of the dataset's micro-batches; see `hook.Hook.loader`. Raises BadLoader."""
         sampling = sampling_over(dataset, self._sampling, has_begun=self._iteration > 0)
-        loader = Loader(dataset, sampling, lambda: self.iterations, **options)
+        loader = make_loader(self, self._registered, dataset, sampling, options)
         self._sampling = sampling
         return loader
 
