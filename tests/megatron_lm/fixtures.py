@@ -11,13 +11,14 @@ import os
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from unicrond.events.megatron.command_line import CommandLine
+from unicrond.events.megatron.command_line import BadFlags, CommandLine
 from unicrond.events.megatron.command_line import read_training_flags as flags_understood
 from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 from unicrond.intake.task_file import parse_task
@@ -33,7 +34,7 @@ MODEL = (
 CPU = (
     "--distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion"
     " --no-persist-layer-norm --no-bias-dropout-fusion --no-bias-gelu-fusion --no-masked-softmax-fusion"
-    " --attention-backend unfused"
+    " --no-bias-swiglu-fusion --no-rope-fusion --attention-backend unfused"
 )
 
 
@@ -78,14 +79,21 @@ def checkout() -> Path:
 
 
 def task(
-    flags: str = "", *, model: str = MODEL, replicas: int = 3, numerics: str = "fixed", script: str = "pretrain_gpt.py"
+    flags: str | Sequence[str] = "",
+    *,
+    model: str = MODEL,
+    replicas: int = 3,
+    numerics: str = "fixed",
+    script: str = "pretrain_gpt.py",
 ) -> TaskSpec:
-    """As a task file of name, entry, cwd, args, min_workers and max_workers says it."""
-    args = [script, *model.split(), *flags.split()]
+    """As a task file of name, entry, cwd, args, min_workers and max_workers says it. Raises BadFlags for flags that are
+    refused."""
+    args = [script, *model.split(), *(flags.split() if isinstance(flags, str) else flags)]
     data = {"name": "t", "entry": "megatron-lm", "cwd": str(checkout()), "args": args, "numerics": numerics}
     told = flags_understood(CommandLine.parse(args))
     size = told.tp * told.pp
     spec, faults = parse_task({**data, "min_workers": size, "max_workers": size * replicas})
-    assert spec is not None, faults
+    if spec is None:
+        raise BadFlags(" ".join(map(str, faults)))
     env = {**spec.env, "OMP_NUM_THREADS": "1"}
     return msgspec.structs.replace(spec, env=env, checkpoint=CheckpointSpec(interval=0, memory_interval=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,35 @@ from unicrond.events.vocabulary import TaskCompleted, TaskSpec
 
 Parameters = Mapping[str, torch.Tensor]
 _ROOT = Path(__file__).parents[2]
+#: Of a run of either, without its iterations; tests' own limits are shorter.
+LONGEST_S = 280.0
+
+
+_RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+#: The last line of an exception, or of flags that argparse or the adapter refuses.
+_REASON = re.compile(r"([\w.]*(Error|Exception|Exit)\b|\S+: error: |args: ).*")
+
+
+class RunFailed(AssertionError):
+    """A run has ended with an error. `log`: what it has printed."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(log[-8000:])
+        self.log = log
+
+    @property
+    def reason(self) -> str:
+        """The line that says why; of an assertion without a text, what was asserted."""
+        lines = [line.strip() for line in _RANK.sub("", self.log).splitlines() if line.strip(" ^~")]
+        reasons = [n for n, line in enumerate(lines) if _REASON.match(line) and "ChildFailedError" not in line]
+        if not reasons:
+            return lines[-1] if lines else "it has printed nothing"
+        last = reasons[-1]
+        return lines[last] if lines[last] != "AssertionError" else f"AssertionError: {lines[last - 1]}"
+
+
+class FaultMissed(AssertionError):
+    """Training has ended before the fault that was ordered."""
 
 
 @dataclass(frozen=True)
@@ -43,49 +73,76 @@ def names(spec: TaskSpec, replicas: range) -> list[str]:
     return [f"t.{replica * size + shard + 1}" for replica in replicas for shard in range(size)]
 
 
-def unbroken(server: ForkServer, directory: Path, spec: TaskSpec, replicas: int) -> Outcome:
+def unbroken(
+    server: ForkServer, directory: Path, spec: TaskSpec, replicas: int, timeout_s: float = LONGEST_S
+) -> Outcome:
     """So many replicas, from the first iteration to the last."""
     with Rig(server, _made(directory), spec) as rig:
         workers = names(spec, range(replicas))
         rig.start(*workers)
-        rig.until(lambda: rig.ready(*workers) or rig.exits)
-        assert not rig.exits, _logs(directory)
+        _prepare(rig, timeout_s)
         rig.tell(1, workers)
-        return ended(rig)
+        return ended(rig, timeout_s=timeout_s)
 
 
-def broken(server: ForkServer, directory: Path, spec: TaskSpec, fault: str, *, joins: bool = True) -> Outcome:
-    """Three replicas; a fault ends the second, the others go on, and a new one joins."""
+def broken(
+    server: ForkServer,
+    directory: Path,
+    spec: TaskSpec,
+    fault: str,
+    *,
+    replicas: int = 3,
+    rank: int | None = None,
+    joins: bool = True,
+    timeout_s: float = LONGEST_S,
+) -> Outcome:
+    """So many replicas; a fault ends the worker of that rank (the second replica's first) and with it its replica, the
+    others go on, and a new one joins."""
     with Rig(server, _made(directory), spec) as rig:
-        first, second, third, fourth = (names(spec, range(one, one + 1)) for one in range(4))
-        rig.start(*first)
-        rig.start(second[0], fault=fault)
-        rig.start(*second[1:], *third, *(fourth if joins else []))
-        rig.until(lambda: rig.ready(*rig.places) or rig.exits)
-        assert not rig.exits, _logs(directory)
-        rig.tell(1, [*first, *second, *third])
-        rig.until(lambda: second[0] in rig.exits)
+        workers, newcomers = names(spec, range(replicas)), names(spec, range(replicas, replicas + 1)) if joins else []
+        size = spec.replica_workers
+        victim = workers[size if rank is None else rank]
+        lost = next(workers[first : first + size] for first in range(0, len(workers), size)
+                    if victim in workers[first : first + size])  # fmt: skip
+        survivors = [worker for worker in workers if worker not in lost]
+        for worker in workers:
+            rig.start(worker, fault=fault if worker == victim else "")
+        rig.start(*newcomers)
+        _prepare(rig, timeout_s)
+        rig.tell(1, workers)
+        rig.until(lambda: victim in rig.exits or rig.completed, timeout_s)
+        if not rig.exits.get(victim):
+            raise FaultMissed(f"training ended before the fault {fault}")
         at = max(rig.iterations(), default=0)
-        for worker in second[1:]:
-            rig.signal(worker, 9)
-        rig.tell(2, [*first, *third], urgent=True)
-        rig.until(lambda: rig.reached(at + 1))
+        for worker in lost:
+            if worker != victim:
+                rig.signal(worker, 9)
+        rig.tell(2, survivors, urgent=True)
         if joins:
-            rig.tell(3, [*first, *third, *fourth], joiners=fourth)
-        return ended(rig, lost=second)
+            rig.until(lambda: rig.reached(at + 1))
+            rig.tell(3, [*survivors, *newcomers], joiners=newcomers)
+        return ended(rig, lost=lost, timeout_s=timeout_s)
 
 
-def ended(rig: Rig, lost: Sequence[str] = ()) -> Outcome:
+def _prepare(rig: Rig, timeout_s: float) -> None:
+    """Wait until all workers that were started are ready to train."""
+    rig.until(lambda: rig.ready(*rig.places) or rig.exits, timeout_s)
+    if rig.exits:
+        raise RunFailed(_logs(rig.directory)[next(iter(rig.exits))])
+
+
+def ended(rig: Rig, lost: Sequence[str] = (), timeout_s: float = LONGEST_S) -> Outcome:
     """Wait for the end of training."""
 
     def wrong() -> dict[str, int]:
         return {worker: status for worker, status in rig.exits.items() if status and worker not in lost}
 
     rig.until(
-        lambda: wrong() or (rig.completed and len(rig.exits) == len(rig.places)), 240.0 + 0.5 * rig.spec.iterations
+        lambda: wrong() or (rig.completed and len(rig.exits) == len(rig.places)), timeout_s + 0.5 * rig.spec.iterations
     )
     logs = _logs(rig.directory)
-    assert not wrong(), {worker: logs[worker][-3000:] for worker in wrong()}
+    if wrong():
+        raise RunFailed(logs[next(iter(wrong()))])
     assert rig.completed is not None
     spec = rig.spec
     shards = [
@@ -104,28 +161,41 @@ def _logs(directory: Path) -> dict[str, str]:
     return {log.stem: log.read_text() for log in sorted(directory.glob("*.log"))}
 
 
+def words(flags: str | Sequence[str]) -> list[str]:
+    """Return the words of a command line."""
+    return shlex.split(flags) if isinstance(flags, str) else list(flags)
+
+
 def stock(
-    directory: Path, flags: str, workers: int, *, tp: int = 1, pp: int = 1, script: str = "pretrain_gpt.py"
+    directory: Path,
+    flags: str | Sequence[str],
+    workers: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    script: str = "pretrain_gpt.py",
+    timeout_s: float = LONGEST_S,
 ) -> list[Parameters]:
-    """Megatron-LM alone, started by torchrun; the first replica's last parameters, by shard. What it has logged is left
-    in `directory`/log."""
+    """Megatron-LM alone, started by torchrun; the first replica's last parameters, by shard. What it logs is in
+    `directory`/log meanwhile, its errors in `directory`/errors. Raises RunFailed, subprocess.TimeoutExpired."""
     dump = _made(directory) / "stock"
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone",
         "--local-addr=127.0.0.1", str(_ROOT / "tests/megatron_lm/stock.py"), str(dump),
-        str(checkout() / script), *CPU.split(), *flags.split(),
+        str(checkout() / script), *CPU.split(), *words(flags),
     ]  # fmt: skip
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{_ROOT}:{checkout()}",
+        "PYTHONPATH": f"{_ROOT}:{checkout()}:{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONWARNINGS": "ignore",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-8000:]
-    (directory / "log").write_text(ran.stdout)
+    with (directory / "log").open("w") as log, (directory / "errors").open("w") as errors:
+        ran = subprocess.run(command, env=environment, stdout=log, stderr=errors, timeout=timeout_s, check=False)
+    if ran.returncode:
+        raise RunFailed((directory / "log").read_text() + (directory / "errors").read_text())
     # A replica's ranks are numbered tp first.
     return [torch.load(f"{dump}.{t}.{p}") for p in range(pp) for t in range(tp)]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 def main() -> None:
     dump, script = sys.argv[1], Path(sys.argv[2])
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # ranks share a file: a write is a line
     sys.argv = sys.argv[2:]
     sys.path.insert(0, str(script.parent))
     import torch
