@@ -9,6 +9,7 @@ process that unicrond did not start, the same loop is a local one.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -167,6 +168,8 @@ def main(case: str, iterations: int, global_batch: int, micro_batch: int) -> Non
     """Train through all iterations, and print a line after each."""
     torch.set_num_threads(1)  # with two, sums over a batch have other bits
     torch.manual_seed(1)
+    if case == "ranks":
+        torch.manual_seed(int(os.environ["LOCAL_RANK"]))
     if case == "world":
         torch.distributed.init_process_group("gloo")
     if case == "other-world":

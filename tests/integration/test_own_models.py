@@ -105,6 +105,7 @@ def test_healed_bits_are_those_of_the_program_alone(
     [
         ("left-out", "last.weight, last.bias: requires gradients and stands in no attached optimizer"),
         ("unported", "AdamW has stepped 10 times before Hook.attach: each worker trains alone"),
+        ("ranks", "LOCAL_RANK is not in the environment: torchrun sets it, and here replicas come and go"),
         ("world", "init_process_group: the default process group is there already"),
         ("other-world", "the program has replaced torch.distributed's default process group"),
     ],

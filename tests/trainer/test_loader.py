@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from tests.seeds import at_most
 from unicrond import Hook, Local
@@ -317,3 +318,92 @@ def test_mean_loss_over_a_loader_trains_as_the_plain_loop(num_workers: int) -> N
         assert step.loss == pytest.approx(loss.item(), abs=1e-6)
     for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+# --- a DataLoader of the program's own ----------------------------------------------------------------
+
+ROWS = torch.arange(11.0).reshape(11, 1)
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        return ROWS[sample]
+
+
+def epochs_of(data: DataLoader[torch.Tensor], iterations: int) -> list[list[list[float]]]:
+    """What a loop of the hook gets, as batches of each iteration; 4 samples in each, 2 in a micro-batch."""
+    model = torch.nn.Linear(1, 1)
+    hook = Hook.attach_or_local(Local(iterations, 4, 2), model, torch.optim.SGD(model.parameters(), 0.1))
+    loader, found = hook.loader(data), []
+    assert len(loader) == 3
+    for step in hook.steps():
+        found.append([])
+        for rows in loader(step):
+            found[-1].append(rows.flatten().tolist())
+            step.backward(model(rows).mean())
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_loader_is_read_in_its_own_order(num_workers: int) -> None:
+    """As alone, epoch by epoch: a short batch, and a last iteration of one batch fewer."""
+    found = epochs_of(DataLoader(Rows(), 2, shuffle=False, num_workers=num_workers), 4)
+    assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]], [[0, 1], [2, 3]]]
+    sampler = DistributedSampler(Rows(), 1, 0, seed=3)
+    alone = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        alone += [rows.flatten().tolist() for rows in DataLoader(Rows(), 2, sampler=sampler)]
+    found = epochs_of(DataLoader(Rows(), 2, sampler=sampler, num_workers=num_workers), 6)
+    assert [rows for iteration in found for rows in iteration] == alone
+
+
+def test_shuffled_data_loader_has_one_order_in_each_epoch() -> None:
+    own = torch.Generator()
+    orders = [epochs_of(DataLoader(Rows(), 2, shuffle=True, generator=g), 6) for g in (None, None, own, own)]
+    assert orders[0] == orders[1] and orders[2] == orders[3] and orders[0][:3] != orders[0][3:]
+    for order in orders:
+        samples = [sample for iteration in order[:3] for rows in iteration for sample in rows]
+        assert sorted(samples) == ROWS.flatten().tolist()
+
+
+def test_short_batch_of_data_loader_weighs_as_its_samples() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    hook = Hook.attach_or_local(Local(1, 12, 3), model, torch.optim.SGD(model.parameters(), 0.1))
+    loader = hook.loader(DataLoader(Rows(), 3))
+    for step in hook.steps():
+        for rows in loader(step):
+            step.backward(model(rows).mean())
+    assert model.weight.grad is not None and model.weight.grad.item() == pytest.approx(ROWS.mean().item())
+
+
+class Restless(Sampler[int]):
+    """Goes on where it has ended."""
+
+    begin = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        self.begin += 4
+        return iter([(self.begin + place) % 11 for place in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (DataLoader(Rows(), 4), "its batch_size is 4 and the task's micro_batch 2"),
+        (DataLoader(Rows(), None), "it makes no batches"),
+        (DataLoader(Rows(), 2, sampler=DistributedSampler(Rows(), 3, 0)), "one of 3 ranks"),
+        (DataLoader(Rows(), 2, sampler=Restless()), "another order of the first epoch when asked again"),
+        (DataLoader(Rows(), 2, sampler=[]), "no batches"),
+        (DataLoader(type("Stream", (IterableDataset,), {"__iter__": iter})(), 2), "its dataset is a stream"),
+    ],
+)
+def test_data_loader_that_is_not_taken_is_refused(data: DataLoader[torch.Tensor], sentence: str) -> None:
+    with pytest.raises(BadLoader, match=re.escape(sentence)):
+        epochs_of(data, 1)

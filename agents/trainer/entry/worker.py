@@ -29,10 +29,19 @@ from unicrond.events.megatron import command_line as megatron_lm
 from unicrond.events.vocabulary import TaskSpec
 
 _FLUSH_TIMEOUT_S = 2.0
+#: What torchrun tells a script of its world.
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: How often an optimizer may step before Hook.attach: some are stepped once or twice to make their state.
 _STEPS_ALONE_MAX = 10
 #: An argument of a script that stands for a number of its task.
 _OF_TASK = re.compile(r"(--[\w-]+=)?\{(iterations|global_batch|micro_batch|seed)\}")
+
+
+class RankIsMissing(KeyError):
+    """The program asks torchrun's environment which rank it is, and no rank stays what it is here."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def run(launch: Launch) -> NoReturn:
@@ -123,7 +132,8 @@ def script_arguments(spec: TaskSpec) -> list[str]:
 
 
 def run_script(entry: str, args: Sequence[str]) -> None:
-    """Run the program as `python SCRIPT ARGS` would: modules beside it can be imported. FileNotFoundError."""
+    """Run the program as `python SCRIPT ARGS` would: modules beside it can be imported. FileNotFoundError,
+    RankIsMissing."""
     script = Path(entry)
     if not script.is_file():
         raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path or set cwd")
@@ -136,7 +146,16 @@ def run_script(entry: str, args: Sequence[str]) -> None:
     sys.path.insert(0, str(script.resolve().parent))
     dist.init_process_group = replica.refuse_second_world
     _refuse_training_alone()
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except KeyError as error:
+        if not error.args or error.args[0] not in _TORCHRUN:
+            raise
+        raise RankIsMissing(
+            f"{error.args[0]} is not in the environment: torchrun sets it, and here replicas come and go while the"
+            " script runs. Leave out ranks, init_process_group and DistributedDataParallel, and loop over hook.steps();"
+            " docs/use/adapters.md has a port of such a script"
+        ) from error
 
 
 def _refuse_training_alone() -> None:

@@ -67,6 +67,7 @@ class Step:
         self.agreed = False
         #: Mean loss per token over the global batch; known once the step is agreed.
         self.loss = float("nan")
+        self.batch_size: int | None = None
 
     def __iter__(self) -> Iterator[int]:
         """Yield one micro-batch at a time; after a peer's death between two of them, more may come."""
@@ -88,9 +89,8 @@ class Step:
         return self._hook._driver.member.ledger.remaining()[count:]
 
     def backward(self, loss: torch.Tensor, *, tokens: int | None = None, mean: bool = True) -> None:
-        """Compute the micro-batch's gradients, and add its loss: a mean over `tokens` (None: over its samples), or with
-        mean=False the sum."""
-        self.add(*backward(loss, self._hook.micro_batch if tokens is None else tokens, is_mean=mean))
+        """Compute the micro-batch's gradients; add its loss, a mean over `tokens` (None: samples), or a sum."""
+        self.add(*backward(loss, tokens, self.batch_size or self._hook.micro_batch, is_mean=mean))
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Add the sum of the token losses and the number of tokens of the micro-batches just computed (both 0 in
@@ -218,7 +218,7 @@ class Hook:
         return self._context.launch.spec.micro_batch
 
     def loader(self, dataset: Any, **options: Any) -> DatasetLoader:
-        """Return a loader of the micro-batches of a dataset (`loader.py`, `stream.py`): `for batch in loader(step)`.
+        """Return a loader of a dataset, or of a DataLoader in its order (`stream.py`): `for batch in loader(step)`.
 
         Options: `collate_fn`, `num_workers` (0: the training process loads), `prefetch` (micro-batches ahead for each
         of them; 2), and `pin_memory`, `worker_init_fn`, `multiprocessing_context`, `timeout` of torch's DataLoader.

@@ -15,6 +15,8 @@ Rules
   as they are while nobody dies or joins. A micro-batch outside the forecast is loaded in the training process; one that
   nobody asks for is dropped, with whatever its loading raised.
 * Reading counts as reading: an exception or a hang there is reported as one of the data.
+* Of a DataLoader of the program's own, dataset, collate_fn, processes and the order of samples are taken. Where its
+  last batches make no whole iteration, the micro-batches beyond them are empty, and nobody computes them.
 
 What does not live here: streams, which can only be read in order (`stream.py`); who computes which micro-batch
 (lifecycle/micro_batch_assignment.py), which samples it has (protocol/sampling.py).
@@ -34,10 +36,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from unicrond.agents.protocol.sampling import Sampling, work_seed
+from unicrond.agents.trainer.process import randomness
 
 MAX_WORKERS = 1024
 #: Arguments of torch's DataLoader that `hook.loader` passes on.
 PASSED_ON = ("pin_memory", "worker_init_fn", "multiprocessing_context", "timeout")
+#: Orders of so many epochs are kept: processes read ahead over the end of one.
+_EPOCHS_MAX = 2
 
 
 class BadLoader(ValueError):
@@ -48,6 +53,8 @@ class LoaderStep(Protocol):
     """A step, as far as the loader needs it: `hook.Step`, `local.LocalStep`."""
 
     iteration: int
+    #: Samples of the micro-batch that was handed out last, if a loader did.
+    batch_size: int | None
 
     def __iter__(self) -> Iterator[int]: ...
 
@@ -96,7 +103,55 @@ def seed_dataset(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _order(sampling: Sampling, place: _WorkPlace) -> _Order:
+class DataLoaderOrder:
+    """The order of samples of a program's own DataLoader: each micro-batch is one of its batches, as many follow each
+    other in an iteration as the task has micro-batches, and each epoch begins with an iteration.
+
+    The order of an epoch is a function of the task's seed and the epoch: the sampler gets `set_epoch` where it has it,
+    and every random number that it draws is seeded."""
+
+    def __init__(self, loader: DataLoader[Any], sampling: Sampling) -> None:
+        self.seed = sampling.seed
+        self._loader = loader
+        self._micro_batches = sampling.global_batch // sampling.micro_batch
+        self._epochs: dict[int, list[tuple[int, ...]]] = {}
+        first = self._batches(0)
+        #: Iterations of an epoch.
+        self.iterations = -(-len(first) // self._micro_batches)
+        if first:
+            self._batches(1)
+            self._epochs.clear()
+        if not first or self._batches(0) != first:
+            raise BadLoader(
+                "hook.loader(data_loader): its sampler gives "
+                + ("another order of the first epoch when asked again" if first else "no batches")
+                + "; give one whose order follows from set_epoch and torch's random numbers, as DistributedSampler's"
+            )
+
+    def samples(self, iteration: int, micro_batch: int) -> tuple[int, ...]:
+        """Return the sample indices of one micro-batch, in order; none behind the last batch of an epoch."""
+        epoch, number = divmod(iteration - 1, self.iterations)
+        batches, place = self._batches(epoch), number * self._micro_batches + micro_batch
+        return batches[place] if place < len(batches) else ()
+
+    def _batches(self, epoch: int) -> list[tuple[int, ...]]:
+        if epoch not in self._epochs:
+            batch_sampler: Any = self._loader.batch_sampler
+            sampler = getattr(batch_sampler, "sampler", None)
+            previous, seed = randomness.snapshot(), work_seed(self.seed, epoch, 0, purpose="order")
+            randomness.seed_all(seed)
+            for part in (self._loader, batch_sampler, sampler):
+                if (generator := getattr(part, "generator", None)) is not None:
+                    generator.manual_seed(seed)
+                if set_epoch := getattr(part, "set_epoch", None):
+                    set_epoch(epoch)
+            batches = [tuple(map(int, batch)) for batch in batch_sampler]
+            randomness.resume(previous)
+            self._epochs = dict([*self._epochs.items(), (epoch, batches)][-_EPOCHS_MAX:])
+        return self._epochs[epoch]
+
+
+def _order(sampling: Sampling | DataLoaderOrder, place: _WorkPlace) -> _Order:
     return _Order(work_seed(sampling.seed, *place, purpose="data"), sampling.samples(*place))
 
 
@@ -104,7 +159,7 @@ class _Forecast:
     """The micro-batches that this replica is going to compute, in their order; iterable once by torch's DataLoader.
     `course`: those of one iteration; `under_way`: those that it has taken and whose batches have not come back."""
 
-    def __init__(self, sampling: Sampling, iterations: Callable[[], int]) -> None:
+    def __init__(self, sampling: Sampling | DataLoaderOrder, iterations: Callable[[], int]) -> None:
         self.under_way: deque[_WorkPlace] = deque()
         self.has_ended = False
         self.course: list[int] = []
@@ -126,7 +181,7 @@ class _Forecast:
 
     def _places_of(self, iteration: int) -> list[_WorkPlace]:
         places = [_WorkPlace(iteration, micro_batch) for micro_batch in self.course]
-        return [place for place in places if place not in self._taken]
+        return [place for place in places if place not in self._taken and self._sampling.samples(*place)]
 
     def __iter__(self) -> Iterator[list[_Order]]:
         while True:
@@ -167,7 +222,7 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        sampling: Sampling,
+        sampling: Sampling | DataLoaderOrder,
         iterations: Callable[[], int],
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
@@ -190,10 +245,19 @@ class Loader:
     def __call__(self, step: LoaderStep) -> Iterator[Any]:
         """Yield the batch of each micro-batch of the step, all random numbers seeded for it."""
         for micro_batch in step:
+            step.batch_size = len(self._sampling.samples(step.iteration, micro_batch))
+            if not step.batch_size:
+                continue
             with step.loading():
                 batch = self._batch(_WorkPlace(step.iteration, micro_batch), [micro_batch, *step.upcoming(1)])
             step.seed(micro_batch)
             yield batch
+
+    def __len__(self) -> int:
+        """Return the iterations of an epoch of a program's own DataLoader. Raises TypeError for a dataset."""
+        if not isinstance(self._sampling, DataLoaderOrder):
+            raise TypeError("len(loader): epochs are a DataLoader's; of a dataset, samples follow each other")
+        return self._sampling.iterations
 
     def _batch(self, place: _WorkPlace, remaining: list[int]) -> Any:
         """Return one batch. `remaining`: what this replica computes in this iteration, from this micro-batch on."""
@@ -247,6 +311,23 @@ class Loader:
         return self._collate(self._dataset.__getitems__([_order(self._sampling, place)]))
 
 
+def loader_of(
+    data: DataLoader[Any], sampling: Sampling, iterations: Callable[[], int], options: Mapping[str, Any]
+) -> Loader:
+    """Return the loader of a program's own DataLoader. Raises BadLoader."""
+    if options:
+        raise BadLoader(f"hook.loader(data_loader, {next(iter(options))}=...): say it in the DataLoader itself")
+    return Loader(
+        data.dataset,
+        DataLoaderOrder(data, sampling),
+        iterations,
+        data.collate_fn,
+        data.num_workers,
+        data.prefetch_factor or 2,
+        **{name: getattr(data, name) for name in PASSED_ON if data.num_workers},
+    )
+
+
 def is_stream(dataset: Any) -> bool:
     """Return whether a dataset can only be read in order."""
     return isinstance(dataset, IterableDataset) or (
@@ -254,10 +335,37 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
+def _require_fitting(data: DataLoader[Any], sampling: Sampling) -> None:
+    """Raises BadLoader where the DataLoader is not one of all samples, in the task's micro-batches."""
+    if sampling.dataset_size is not None:
+        raise BadLoader(
+            "hook.loader(data_loader): the order is the DataLoader's; leave dataset_size out of Hook.attach"
+        )
+    if is_stream(data.dataset):
+        raise BadLoader("hook.loader(data_loader): its dataset is a stream; give hook.loader the dataset itself")
+    if data.batch_sampler is None:
+        raise BadLoader("hook.loader(data_loader): it makes no batches; give it a batch_size")
+    batch_size = getattr(data.batch_sampler, "batch_size", None)
+    if batch_size not in (None, sampling.micro_batch):
+        raise BadLoader(
+            f"hook.loader(data_loader): its batch_size is {batch_size} and the task's micro_batch"
+            f" {sampling.micro_batch}; make them the same (global_batch: batch_size x the ranks of torchrun)"
+        )
+    replicas = getattr(getattr(data.batch_sampler, "sampler", None), "num_replicas", 1)
+    if replicas != 1:
+        raise BadLoader(
+            f"hook.loader(data_loader): its sampler has only the samples of one of {replicas} ranks, and unicrond deals"
+            " out all of them; leave num_replicas and rank out of DistributedSampler"
+        )
+
+
 def sampling_over(dataset: Any, sampling: Sampling, *, has_begun: bool) -> Sampling:
     """Return the task's sampling over this dataset. Raises BadLoader."""
     if has_begun:
         raise BadLoader("hook.loader(...): make it before the first step")
+    if isinstance(dataset, DataLoader):
+        _require_fitting(dataset, sampling)
+        return sampling
     if is_stream(dataset):
         if sampling.dataset_size is not None:
             raise BadLoader("hook.loader(dataset): a stream has no size; leave dataset_size out of Hook.attach")

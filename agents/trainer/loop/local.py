@@ -33,12 +33,13 @@ class Local:
     seed: int = 1234
 
 
-def backward(loss: torch.Tensor, tokens: int, *, is_mean: bool) -> tuple[torch.Tensor, int]:
-    """Compute the gradients of a micro-batch's sum of losses; return that sum and `tokens`. `is_mean`: the loss is the
-    mean over the tokens."""
-    loss_sum = loss * tokens if is_mean else loss
+def backward(loss: torch.Tensor, tokens: int | None, samples: int, *, is_mean: bool) -> tuple[torch.Tensor, int]:
+    """Compute the gradients of a micro-batch's sum of losses; return that sum and `tokens` (None: as many as
+    `samples`). `is_mean`: the loss is the mean over the tokens."""
+    count = samples if tokens is None else tokens
+    loss_sum = loss * count if is_mean else loss
     loss_sum.backward()
-    return loss_sum.detach(), tokens
+    return loss_sum.detach(), count
 
 
 class LocalStep:
@@ -49,6 +50,7 @@ class LocalStep:
         self.iteration = iteration
         self.agreed = False
         self.loss = float("nan")
+        self.batch_size: int | None = None
 
     @property
     def is_last(self) -> bool:
@@ -70,7 +72,7 @@ class LocalStep:
 
     def backward(self, loss: torch.Tensor, *, tokens: int | None = None, mean: bool = True) -> None:
         """Compute the micro-batch's gradients, and add its loss and tokens; see `hook.Step.backward`."""
-        self.add(*backward(loss, self._hook.micro_batch if tokens is None else tokens, is_mean=mean))
+        self.add(*backward(loss, tokens, self.batch_size or self._hook.micro_batch, is_mean=mean))
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Add the loss and the tokens of the micro-batches just computed."""

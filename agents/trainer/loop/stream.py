@@ -25,7 +25,15 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from unicrond.agents.protocol.sampling import Sampling, work_seed
-from unicrond.agents.trainer.loop.loader import BadLoader, Loader, LoaderStep, check_options, is_stream, seed_dataset
+from unicrond.agents.trainer.loop.loader import (
+    BadLoader,
+    Loader,
+    LoaderStep,
+    check_options,
+    is_stream,
+    loader_of,
+    seed_dataset,
+)
 
 
 class StreamPlace(NamedTuple):
@@ -164,7 +172,9 @@ class LoadingHook(Protocol):
 def make_loader(
     hook: LoadingHook, registered: Mapping[str, Any], dataset: Any, sampling: Sampling, options: Mapping[str, Any]
 ) -> DatasetLoader:
-    """Return the loader of a dataset; that of a stream is registered. Raises BadLoader."""
+    """Return the loader of a dataset, or of a DataLoader; that of a stream is registered. Raises BadLoader."""
+    if isinstance(dataset, DataLoader):
+        return loader_of(dataset, sampling, lambda: hook.iterations, options)
     if not is_stream(dataset):
         return Loader(dataset, sampling, lambda: hook.iterations, **options)
     loader = StreamLoader(dataset, sampling, **options)

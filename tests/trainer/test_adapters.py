@@ -1,0 +1,191 @@
+"""What HuggingFaceTrainer takes of Trainer, and what it refuses; in a process that unicrond did not start."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from unicrond import HuggingFaceTrainer
+from unicrond.agents.trainer.adapters.hugging_face import _Progress
+from unicrond.agents.trainer.loop.examination import CannotAttach
+from unicrond.agents.trainer.loop.local import LocalHook, LocalStep
+
+SAMPLES = [{"rows": torch.tensor([place / 11, 1.0]), "labels": torch.tensor([place % 3 - 1.0])} for place in range(11)]
+
+
+class MeanLoss(torch.nn.Module):
+    """A model whose loss is the mean of a micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.layer(rows), labels)}
+
+
+class TokenLoss(MeanLoss):
+    """A model whose loss is divided by what Trainer says."""
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+        loss = torch.nn.functional.mse_loss(self.layer(rows), labels, reduction="sum")
+        return {"loss": loss / options.get("num_items_in_batch", len(rows))}
+
+
+class DeafLoss(MeanLoss):
+    """A model that takes what Trainer says and passes over it."""
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+        return super().forward(rows, labels)
+
+
+def make(
+    kind: type[Trainer], directory: Path, model: type[MeanLoss] = MeanLoss, *callbacks: TrainerCallback, **options: Any
+) -> Trainer:
+    arguments = TrainingArguments(
+        str(directory),
+        num_train_epochs=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.1,
+        logging_steps=1,
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+        **options,
+    )
+    return kind(model(), arguments, train_dataset=SAMPLES, eval_dataset=SAMPLES, callbacks=list(callbacks))
+
+
+def history(trainer: Trainer) -> list[dict[str, float]]:
+    trainer.train()
+    lines = trainer.state.log_history
+    return [{name: line[name] for name in ("step", "epoch", "loss", "grad_norm") if name in line} for line in lines]
+
+
+@pytest.mark.parametrize("options", [{}, {"dataloader_drop_last": True}, {"train_sampling_strategy": "sequential"}])
+@pytest.mark.parametrize("model", [MeanLoss, TokenLoss])
+def test_trainer_logs_what_it_logs_alone(tmp_path: Path, model: type[MeanLoss], options: dict[str, Any]) -> None:
+    """Means of micro-batches and of tokens; a last micro-batch of one sample, a last update of one or two of them."""
+    alone = history(make(Trainer, tmp_path, model, **options))
+    assert len(alone) == 10
+    for line, expected in zip(history(make(HuggingFaceTrainer, tmp_path, model, **options)), alone, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+
+
+class StopAt(TrainerCallback):
+    """Ends the training, or the epoch, at a step."""
+
+    def __init__(self, flag: str, step: int = 5) -> None:
+        self.flag, self.step = flag, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        setattr(control, self.flag, state.global_step == self.step)
+
+
+def test_callback_ends_training_where_it_does_alone(tmp_path: Path) -> None:
+    alone = history(make(Trainer, tmp_path, MeanLoss, StopAt("should_training_stop")))
+    trainer = make(HuggingFaceTrainer, tmp_path, MeanLoss, StopAt("should_training_stop"))
+    assert [line["step"] for line in history(trainer)] == [line["step"] for line in alone] == [1, 2, 3, 4, 5, 5]
+    assert trainer.hook.stop_reason == "control.should_training_stop at step 5"
+
+
+def test_callback_that_ends_an_epoch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=re.escape("a callback has set control.should_epoch_stop")):
+        make(HuggingFaceTrainer, tmp_path, MeanLoss, StopAt("should_epoch_stop")).train()
+
+
+def test_trainer_goes_on_where_a_state_received_in_mid_iteration_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second iteration of the first epoch it gets the state after the sixth of nine; then it makes that step."""
+
+    def steps(hook: LocalHook) -> Iterator[LocalStep]:
+        for iteration in (1, 2, 8, 9):
+            hook.sums.clear()
+            hook._iteration, hook._loss_sum, hook._tokens = iteration, 0.0, 0
+            yield LocalStep(hook, iteration)
+
+    monkeypatch.setattr(LocalHook, "steps", steps)
+    trainer = make(HuggingFaceTrainer, tmp_path, eval_strategy="epoch")
+    compute = trainer.compute_loss
+
+    def receive(model: Any, inputs: Any, **options: Any) -> Any:
+        if trainer.state.global_step == 1:
+            state = _Progress(trainer).state_dict()
+            fields = {**json.loads(state["state"]), "global_step": 6, "log_history": []}
+            _Progress(trainer).load_state_dict({**state, "state": json.dumps(fields), "epochs": 2, "step_logged": 6})
+        return compute(model, inputs, **options)
+
+    monkeypatch.setattr(trainer, "compute_loss", receive)
+    trainer.train()
+    lines = [(line["step"], line["epoch"], "eval_loss" in line) for line in trainer.state.log_history[:-1]]
+    assert lines == [
+        (7, pytest.approx(7 / 3), False),
+        (8, pytest.approx(2 + 4 / 6), False),
+        (9, 3, False),
+        (9, 3, True),
+    ]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("deepspeed", "zero.json", "TrainingArguments.deepspeed: shards the model and reduces gradients itself"),
+        ("fsdp", "full_shard", "TrainingArguments.fsdp: shards the model over ranks, and parameters must be whole"),
+        ("parallelism_config", object(), "TrainingArguments.parallelism_config: cuts the model over ranks"),
+        ("fp16", True, "TrainingArguments.fp16: its loss scale is not healed; use bf16=True; leave fp16 out"),
+        ("torch_compile", True, "TrainingArguments.torch_compile: is untested here; compile the model itself"),
+        ("auto_find_batch_size", True, "would change the micro-batches of one replica"),
+        ("eval_on_start", True, "would have a worker that joins evaluate while the others wait"),
+        ("enable_jit_checkpoint", True, "is not needed: the task's own states are saved when a node is drained"),
+        ("include_num_input_tokens_seen", "all", "input tokens are not summed over replicas"),
+        ("train_sampling_strategy", "batch_rebalance", "makes batches of several sizes for a number of ranks"),
+        ("_n_gpu", 2, "Trainer sees 1 processes and 2 GPUs: without unicrond HuggingFaceTrainer trains in one process"),
+    ],
+)
+def test_training_argument_is_refused_with_its_reason(tmp_path: Path, name: str, value: Any, sentence: str) -> None:
+    trainer = make(HuggingFaceTrainer, tmp_path)
+    setattr(trainer.args, name, value)
+    with pytest.raises(CannotAttach, match=re.escape(sentence)):
+        trainer.train()
+    assert trainer.hook is None
+
+
+def test_checkpoint_and_trial_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotAttach, match="the task goes on from its own states"):
+        make(HuggingFaceTrainer, tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(CannotAttach, match="a task trains once; submit a task for each trial"):
+        make(HuggingFaceTrainer, tmp_path).train(trial={})
+
+
+def test_own_training_step_is_refused(tmp_path: Path) -> None:
+    kind = type("OwnStep", (HuggingFaceTrainer,), {"training_step": lambda self, *_: None})
+    with pytest.raises(
+        CannotAttach, match=r"OwnStep\.training_step: an iteration is the hook's; override compute_loss"
+    ):
+        make(kind, tmp_path).train()
+
+
+def test_loss_that_passes_over_the_number_of_items_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotAttach, match="the loss does not follow num_items_in_batch: divide the sum"):
+        make(HuggingFaceTrainer, tmp_path, DeafLoss).train()
+    histories = []
+    for kind in (Trainer, HuggingFaceTrainer):
+        trainer = make(kind, tmp_path, DeafLoss)
+        trainer.loss_is_scaled_for_ga = False
+        histories.append(history(trainer))
+    for expected, line in zip(*histories, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
