@@ -25,7 +25,7 @@ from tests.containers.pods import MANIFESTS
 from tests.containers.rows import BUILD as IMAGES
 from tests.integration.live import TIMEOUT_S, Live
 from tests.kubernetes.archive import UNICROND
-from tests.kubernetes.machine import Machine, wait_until
+from tests.kubernetes.machine import NODES, Machine, wait_until
 from tests.kubernetes.rows import BUILD
 from unicrond.agents.trainer.loop import corpus
 from unicrond.core.state.state import ClusterState, NodeStatus
@@ -34,7 +34,7 @@ from unicrond.display.event_lines import EventLine
 
 NAMESPACE = "training"
 HEAD = "unicron-head-0"
-AGENTS = {"daemonset": "daemonset/unicron-agent", "statefulset": "statefulset/unicron-agent"}
+AGENTS = {kind: f"{kind}/unicron-agent" for kind in ("daemonset", "statefulset", "jobset")}
 #: Overlays whose agents are a DaemonSet's.
 AGENTS |= dict.fromkeys(("node-object", "external-nats"), AGENTS["daemonset"])
 #: The two claims, and those of two heads.
@@ -51,6 +51,19 @@ _SLOTS = [
     {"name": "UNICRON_HANG_FLOOR_S", "value": "10"},
 ]
 _AGENT_SIZES = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "2Gi", "nvidia.com/gpu": 1}}
+_DEPENDENCIES_MOUNT = {"name": "dependencies", "mountPath": DEPENDENCIES, "readOnly": True}
+_DEPENDENCIES_VOLUME = {"name": "dependencies", "hostPath": {"path": str(SITE)}}
+_JOB, _POD = "/spec/replicatedJobs/0/template/spec", "/spec/replicatedJobs/0/template/spec/template/spec"
+#: A JobSet's lists are not merged by name: the same, operation by operation, and an agent for each machine.
+_JOBSET_SIZES = [
+    {"op": "replace", "path": f"{_JOB}/completions", "value": 3},
+    {"op": "replace", "path": f"{_JOB}/parallelism", "value": 3},
+    {"op": "add", "path": f"{_POD}/volumes/-", "value": _DEPENDENCIES_VOLUME},
+    {"op": "add", "path": f"{_POD}/initContainers/0/volumeMounts/-", "value": _DEPENDENCIES_MOUNT},
+    {"op": "add", "path": f"{_POD}/containers/0/volumeMounts/-", "value": _DEPENDENCIES_MOUNT},
+    {"op": "replace", "path": f"{_POD}/containers/0/resources", "value": _AGENT_SIZES},
+    *({"op": "add", "path": f"{_POD}/containers/0/env/-", "value": variable} for variable in _SLOTS),
+]
 _HEAD_SIZES = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
 
 
@@ -149,13 +162,14 @@ class Cluster(Live):
             ],
             "patches": [{"patch": yaml.safe_dump(patch)} for patch in self._sizes(overlay)],
         }
+        if overlay == "jobset":
+            text["patches"].append({"target": {"kind": "JobSet"}, "patch": json.dumps(_JOBSET_SIZES)})
         (place / "kustomization.yaml").write_text(yaml.safe_dump(text))
         self.kubectl("apply", "-k", str(place))
 
     def _sizes(self, overlay: str) -> list[dict[str, Any]]:
         """The patches: smaller pods, one slot each, and the packages of Python, which are not in the image."""
-        mount = [{"name": "dependencies", "mountPath": DEPENDENCIES, "readOnly": True}]
-        volumes = [{"name": "dependencies", "hostPath": {"path": str(SITE)}}]
+        mount, volumes = [_DEPENDENCIES_MOUNT], [_DEPENDENCIES_VOLUME]
 
         def patch(kind: str, name: str, container: dict[str, Any], first: str) -> dict[str, Any]:
             spec: dict[str, Any] = {"volumes": volumes, "containers": [{"volumeMounts": mount, **container}]}
@@ -169,12 +183,18 @@ class Cluster(Live):
             }
 
         head = patch("StatefulSet", "unicron-head", {"name": "unicrond", "resources": _HEAD_SIZES}, "tls")
+        if overlay == "jobset":
+            return [head]
         kind = "StatefulSet" if overlay == "statefulset" else "DaemonSet"
         agent = patch(kind, "unicron-agent", {"name": "agent", "resources": _AGENT_SIZES, "env": _SLOTS}, "login")
         return [head, agent]
 
     def set_up(self, overlay: str) -> float:
         """Apply it and give agents the head's CA, as the README says; return the seconds until all pods are ready."""
+        if overlay == "jobset":
+            self.machine.start_jobset()
+        if overlay == "external-nats":
+            self.start_servers()
         began_s = time.monotonic()
         self.apply(overlay)
         self.until_rolled("statefulset/unicron-head")
@@ -183,6 +203,14 @@ class Cluster(Live):
         self.until_rolled(AGENTS[overlay])
         return time.monotonic() - began_s
 
+    def start_servers(self) -> None:
+        """Start three NATS servers, with the secret that the README has people make."""
+        words = [f"--from-literal={name}={os.urandom(24).hex()}" for name in ("nats-password", "api-token")]
+        self.kubectl("create", "secret", "generic", "unicron", *words)
+        text = Path(__file__).with_name("nats.yaml").read_text().replace("registry.example.org/unicrond", UNICROND)
+        self.kubectl("apply", "-f", "-", stdin=text)
+        self.until_rolled("statefulset/nats")
+
     def give_ca(self) -> None:
         """Put the head's CA into the ConfigMap that agents wait for."""
         ca = self.inside(HEAD, "cat", "/var/lib/unicron/state/tls/ca.pem")
@@ -190,9 +218,13 @@ class Cluster(Live):
         self.kubectl("apply", "-f", "-", stdin=json.dumps(entry))
 
     def until_rolled(self, what: str) -> None:
-        """Wait for a rollout's end."""
+        """Wait for a rollout's end, or for the pods of a JobSet, which has none."""
+        words = ["rollout", "status", what]
+        if what.startswith("jobset/"):
+            wait_until(lambda: len(self.pods()) == len(NODES), _ROLLOUT_S, "pods of the JobSet")
+            words = ["wait", "--for=condition=Ready", "pod", "--selector=app=unicron-agent"]
         try:
-            self.kubectl("rollout", "status", what, f"--timeout={_ROLLOUT_S}s")
+            self.kubectl(*words, f"--timeout={_ROLLOUT_S}s")
         except AssertionError as error:
             pods = self.kubectl("describe", "pods")
             logs = self.kubectl("logs", "--selector", f"app={what.partition('/')[2]}", "--all-containers", "--prefix")

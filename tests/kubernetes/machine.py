@@ -6,6 +6,7 @@ folder that UNICRON_KUBERNETES names, or on the PATH.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.containers.image import Image
 from tests.containers.oci import cgroup_version
@@ -31,6 +34,7 @@ PROGRAMS = {
     ),
     "coredns": "CoreDNS",
     "etcd": "etcd",
+    "jobset": "JobSet, with jobset-crd.yaml and jobset-webhooks.yaml beside it",
     **dict.fromkeys(("containerd", "containerd-shim-runc-v2", "ctr"), "containerd"),
     "runc": "runc",
     **dict.fromkeys(("ptp", "host-local", "loopback"), "the CNI plug-ins"),
@@ -39,6 +43,7 @@ PROGRAMS = {
 }
 _ADDRESS = "10.77.0.1"
 API = f"https://{_ADDRESS}:6443"
+_JOBSET_PORT = 9443
 _SERVICES = "10.96.0.0/16"
 _USERS = {
     "admin": "system:masters",
@@ -126,6 +131,32 @@ class Machine:
             self.kubectl("label", "node", node, "nvidia.com/gpu.present=true")
             gpus = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "2"}]
             self.kubectl("patch", "node", node, "--subresource=status", "--type=json", "-p", json.dumps(gpus))
+
+    def start_jobset(self) -> None:
+        """Start JobSet's controller beside the control plane, with its webhooks, which every pod passes from now on. Its
+        manifests lie beside the program."""
+        own, pki = self.directory / "jobset", self.directory / "pki"
+        files = Path(program("jobset") or "").resolve().parent
+        self.kubectl("apply", "--server-side", "-f", str(files / "jobset-crd.yaml"))
+        own.mkdir(exist_ok=True)
+        shutil.copy(pki / "api.crt", own / "tls.crt")
+        shutil.copy(pki / "api.key", own / "tls.key")
+        config = {
+            "apiVersion": "config.jobset.x-k8s.io/v1alpha1",
+            "kind": "Configuration",
+            "leaderElection": {"leaderElect": False},
+            "internalCertManagement": {"enable": False},
+            "webhook": {"port": _JOBSET_PORT, "host": _ADDRESS, "certDir": str(own)},
+            "metrics": {"bindAddress": ":8443", "certDir": str(own)},
+            "health": {"healthProbeBindAddress": ":8081"},
+        }
+        (own / "config.json").write_text(json.dumps(config))
+        self._daemon("jobset", "", "jobset", "--config", str(own / "config.json"))
+        webhooks = list(yaml.safe_load_all((files / "jobset-webhooks.yaml").read_text()))
+        for client in (webhook["clientConfig"] for entry in webhooks for webhook in entry["webhooks"]):
+            client["url"] = f"https://{_ADDRESS}:{_JOBSET_PORT}{client.pop('service')['path']}"
+            client["caBundle"] = base64.b64encode((pki / "ca.crt").read_bytes()).decode()
+        self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(webhooks))
 
     def close(self) -> None:
         """End the daemons; what runs in pods ends with the namespace."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -121,4 +123,38 @@ async def test_lost_machine_is_healed(cluster: Cluster, record: Record) -> None:
         "an agent's machine away for 20 s",
         f"lost at {watch.told('NodeLost'):.1f} s, the others train on at {rest_s:.1f} s; all three {back_s:.1f} s "
         "after the act, not isolated",
+    )
+
+
+async def test_worker_over_the_memory_limit_ends_alone(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    pod, watch = cluster.pod_on("n1"), await cluster.watch()
+    watch.act()
+    (cluster.volumes / "unicron-checkpoints" / "orders" / pod).touch()
+    whole_s = await watch.whole()
+    (exited,) = (line.envelope["event"] for line in watch.lines("WorkerExited"))
+    assert exited["cause"] == "oom_killed", exited
+    assert not watch.lines("NodeLost", "NodeIsolated") and not cluster.restarts()
+    record(
+        "a worker eats up to its container's limit",
+        f"told at {watch.told('WorkerExited'):.1f} s as `oom_killed`, whole after {whole_s:.1f} s; nothing else ended",
+    )
+
+
+async def test_worker_gets_nothing_by_the_files_of_its_pod(cluster: Cluster, record: Record) -> None:
+    """All that the agent's user may read, the agent's key among it, tried against the log, the API and Kubernetes."""
+    await cluster.train()
+    watch = await cluster.watch()
+    watch.act()
+    shutil.copy(Path(__file__).with_name("thief.py"), cluster.volumes / "unicron-checkpoints")
+    words = ("python", "-P", "/checkpoints/thief.py", "n1", "n2")
+    text = await asyncio.to_thread(cluster.inside, cluster.pod_on("n1"), *words)
+    tries = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    print(text)
+    assert len(tries) == 18 and all(outcome.startswith("refused") for outcome in tries.values()), text
+    await watch.clean()
+    record(
+        "a worker tries what its pod's files allow: the agent's key, the CA (`tests/kubernetes/thief.py`)",
+        f"{len(tries)} tries, all refused: others' observations, decisions, commands, the log, another node's name, "
+        "the API, Kubernetes; training goes on",
     )

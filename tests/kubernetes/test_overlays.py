@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.kubernetes.cluster import Cluster, up_on
-from tests.kubernetes.machine import wait_until
+from tests.kubernetes.machine import API, wait_until
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
@@ -22,10 +22,12 @@ async def test_cordon_and_drain_of_machine_reach_cluster(cluster: Cluster, recor
     await cluster.train()
     machine, watch = cluster.machine, await cluster.watch()
     watch.act()
-    await asyncio.to_thread(machine.kubectl, "cordon", "n1")
-    await watch.whole(workers=2, also=lambda state: state.nodes["n1"].cordon.active)
-    told_s = watch.told("NodeCordoned", "DrainBegun")
-    await asyncio.to_thread(machine.kubectl, "uncordon", "n1")
+    try:
+        await asyncio.to_thread(machine.kubectl, "cordon", "n1")
+        await watch.whole(workers=2, also=lambda state: state.nodes["n1"].cordon.active)
+        told_s = watch.told("MachineReported")
+    finally:
+        await asyncio.to_thread(machine.kubectl, "uncordon", "n1")
     await cluster.until("no cordon", lambda state: not state.nodes["n1"].cordon.active)
     await cluster.training(None)
     record(
@@ -47,6 +49,38 @@ async def test_drain_and_return_are_events_of_node(cluster: Cluster, record: Rec
     ours = sorted(reason for reason in reasons() if reason.startswith("Unicron"))
     assert {"UnicronDraining", "UnicronCordoned"} & set(ours)
     record("then `kubectl describe node`", f"Events: {', '.join(ours)}")
+
+
+@pytest.mark.overlay("node-object")
+async def test_agent_changes_the_object_of_its_own_machine_alone(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    machine = cluster.machine
+    token = cluster.inside(cluster.pod_on("n1"), "cat", "/var/run/secrets/kubernetes.io/serviceaccount/token")
+    ca = machine.directory / "pki" / "ca.crt"
+    login = ("--kubeconfig=/dev/null", f"--server={API}", f"--certificate-authority={ca}", f"--token={token}")
+    taint = json.dumps({"spec": {"taints": [{"key": "unicron.dev/tried", "effect": "PreferNoSchedule"}]}})
+    refused = {
+        ("patch", "node", "n2", "--patch", taint): "changes the object of its own machine alone",
+        (
+            "patch",
+            "node",
+            "n1",
+            "--patch",
+            json.dumps({"spec": {"unschedulable": True}}),
+        ): "taints and conditions alone",
+        ("label", "node", "n1", "tried=yes"): "changes taints and conditions alone",
+        ("delete", "node", "n1"): "forbidden",
+        ("get", "secrets"): "forbidden",
+    }
+    for words, sentence in refused.items():
+        with pytest.raises(AssertionError, match=sentence):
+            await asyncio.to_thread(machine.kubectl, *login, *words)
+    await asyncio.to_thread(machine.kubectl, *login, "patch", "node", "n1", "--patch", taint)
+    await asyncio.to_thread(machine.kubectl, "taint", "node", "n1", "unicron.dev/tried-")
+    record(
+        "the token of an agent's pod: another machine's object, `unschedulable`, labels, a deletion, secrets",
+        "refused, each in the policy's or Kubernetes' words; a taint of its own machine passes",
+    )
 
 
 @pytest.mark.overlay("node-object")
@@ -140,4 +174,23 @@ async def test_second_head_leads_and_passes_writes_on(cluster: Cluster, record: 
     record(
         "`external-nats`: the head that leads deleted by force; then `unicronctl cordon` in either head's pod",
         f"the other one leads after {led_s:.1f} s, no node lost; both take the order",
+    )
+
+
+@pytest.mark.overlay("jobset")
+async def test_deleted_index_of_jobset_is_made_anew(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    node = "unicron-agent-agents-0-1"
+    (pod,) = (name for name in cluster.pods() if name.startswith(f"{node}-"))
+    before = (await cluster.state())[0].nodes[node].agent.boot
+    watch = await cluster.watch()
+    watch.act()
+    await cluster.do("delete", "pod", pod, "--wait=false")
+    whole_s = await watch.whole(also=up_on(node, boots={node: before}))
+    status = json.loads(await cluster.do("get", "jobset", "unicron-agent", "-o", "json"))["status"]
+    assert not status.get("restarts"), status
+    record(
+        "JobSet: `kubectl delete pod` of an index",
+        f"told at {watch.told('NodeLeaving'):.1f} s, whole after {whole_s:.1f} s, the JobSet restarted nothing else; "
+        f"{await watch.clean()}",
     )
