@@ -133,7 +133,7 @@ class Machine:
             self.kubectl("patch", "node", node, "--subresource=status", "--type=json", "-p", json.dumps(gpus))
 
     def start_jobset(self) -> None:
-        """Start JobSet's controller beside the control plane, with its webhooks, which every pod passes from now on. Its
+        """Start JobSet's controller beside the control plane, with its webhooks, which every pod then passes. Its
         manifests lie beside the program."""
         own, pki = self.directory / "jobset", self.directory / "pki"
         files = Path(program("jobset") or "").resolve().parent
