@@ -62,7 +62,9 @@ _JOBSET_SIZES = [
     {"op": "add", "path": f"{_POD}/initContainers/0/volumeMounts/-", "value": _DEPENDENCIES_MOUNT},
     {"op": "add", "path": f"{_POD}/containers/0/volumeMounts/-", "value": _DEPENDENCIES_MOUNT},
     {"op": "replace", "path": f"{_POD}/containers/0/resources", "value": _AGENT_SIZES},
-    *({"op": "add", "path": f"{_POD}/containers/0/env/-", "value": variable} for variable in _SLOTS),
+    {"op": "test", "path": f"{_POD}/containers/0/env/7/name", "value": _SLOTS[0]["name"]},
+    {"op": "replace", "path": f"{_POD}/containers/0/env/7", "value": _SLOTS[0]},
+    *({"op": "add", "path": f"{_POD}/containers/0/env/-", "value": variable} for variable in _SLOTS[1:]),
 ]
 _HEAD_SIZES = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
 

@@ -7,10 +7,12 @@ folder that UNICRON_KUBERNETES names, or on the PATH.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -156,6 +158,7 @@ class Machine:
         for client in (webhook["clientConfig"] for entry in webhooks for webhook in entry["webhooks"]):
             client["url"] = f"https://{_ADDRESS}:{_JOBSET_PORT}{client.pop('service')['path']}"
             client["caBundle"] = base64.b64encode((pki / "ca.crt").read_bytes()).decode()
+        wait_until(_takes_connections, 60, "controller of JobSet that listens")
         self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(webhooks))
 
     def close(self) -> None:
@@ -387,6 +390,12 @@ state = "/run/k8s-{node}"
             "--conntrack-max-per-core", "0", "--conntrack-tcp-timeout-established", "0",
             "--conntrack-tcp-timeout-close-wait", "0", "--healthz-bind-address", "127.0.0.1:10256",
         )  # fmt: skip
+
+
+def _takes_connections() -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((_ADDRESS, _JOBSET_PORT), 1):
+        return True
+    return False
 
 
 def wait_until(holds: Any, limit_s: float, what: str) -> float:
