@@ -11,7 +11,7 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix redteam upgrade slurm containers kubernetes gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm compare older-core lint clean help
+.PHONY: install check test browser demo man matrix redteam upgrade slurm containers kubernetes gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm compare object-store older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -29,6 +29,7 @@ help:
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make megatron-lm  Megatron-LM, unmodified, in every layout, beside itself under torchrun (docs/use/megatron-lm.md)"
 	@echo "make compare  FLAGS=\"--bf16 ...\": any flags of Megatron-LM, alone under torchrun against a task with a SIGKILL, in one table (OPTIONS=--help)"
+	@echo "make object-store  checkpoints in S3, of moto's server (asks the package index)"
 	@echo "make older-core  training, regrouping, reshaping and sharding with Megatron-core $(OLDER_CORE)"
 	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/use/gpu.md)"
 	@echo "make bench    benchmarks (docs/results/benchmarks.md)"
@@ -112,6 +113,10 @@ megatron-lm: $(STAMP)
 # FLAGS: of Megatron-LM. OPTIONS: of the comparison itself.
 compare: $(STAMP)
 	@$(BIN)/python -m tests.megatron_lm.compare $(OPTIONS) -- $(FLAGS)
+
+object-store: $(STAMP)
+	$(BIN)/pip install --quiet --no-compile --upgrade --target .object-store s3fs "moto[s3]" flask flask-cors
+	PYTHONPATH=$(CURDIR)/.object-store $(BIN)/pytest tests/trainer/test_places.py tests/integration/test_object_store.py
 
 older-core: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --require-hashes --target .megatron-core-$(OLDER_CORE) --requirement deploy/locks/older-core.txt

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.integration.object_store import S3Server, missing_packages
 from tests.seeds import at_most
 from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.server import EmbeddedServer
@@ -37,6 +38,17 @@ def levels_of_loggers() -> None:
     them as they were."""
     for name, level in _LEVELS.items():
         logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """An S3 server, which this process and its children find in their environment."""
+    if reason := missing_packages():
+        pytest.skip(reason)
+    with S3Server() as server, pytest.MonkeyPatch.context() as environment:
+        for name, value in server.environment.items():
+            environment.setenv(name, value)
+        yield server
 
 
 @pytest.fixture

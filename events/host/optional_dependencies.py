@@ -14,6 +14,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "stacks": (),  # py-spy, a program
     "gpu": ("pynvml",),
+    "object-store": ("s3fs",),
 }
 #: The distribution with the rooms `simulation` and `evaluation` of replay, and the folder that it fills.
 LABORATORY = "unicrond-lab"

@@ -17,6 +17,7 @@ SETTINGS = frozenset(
         "UNICRON_HANG_FLOOR_S",
         "UNICRON_LANES",
         "UNICRON_LEASE_S",
+        "UNICRON_SAVE_WAIT_S",
         "UNICRON_STANDBY_MAX",
         "UNICRON_START_S",
     }

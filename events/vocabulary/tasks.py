@@ -61,13 +61,22 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 class CheckpointSpec(Value, frozen=True, kw_only=True):
     """The places and times of checkpoints: where and how often the task's state is written, in iterations; None: from
     the measured cost and the failure rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`:
-    to the node's memory, 0 = never.
+    to the node's memory, 0 = never. `dir`: a directory, or the URL of a prefix in an object store.
     """
 
     dir: Text = always("")
     interval: Iteration | None = always(None)
     keep: Size = always(2)
     memory_interval: Iteration | None = always(None)
+
+
+#: Of object stores, as fsspec names them.
+SCHEMES = ("s3", "gs", "az", "abfs")
+
+
+def is_url(directory: str) -> bool:
+    """Return whether checkpoints go to an object store, and not to a directory."""
+    return "://" in directory
 
 
 #: A variable in a task's environment: the number of its lanes.

@@ -79,8 +79,8 @@ def job(directory: Path, iteration: int, shard: int = 0, shards: int = 1, keep: 
 def write(directory: Path, *iterations: int) -> None:
     for iteration in iterations:
         saved = checkpoint.write(job(directory, iteration), tree(iteration))
-        assert saved is not None and saved.path.name == f"iteration-{iteration:08d}"
-        assert saved.size_bytes == sum(file.stat().st_size for file in (saved.path / "shard-0").iterdir())
+        assert saved is not None and Path(saved.path) == directory / f"iteration-{iteration:08d}"
+        assert saved.size_bytes == sum(file.stat().st_size for file in Path(saved.path, "shard-0").iterdir())
 
 
 def load(directory: Path, iteration: int) -> dict[str, Any]:

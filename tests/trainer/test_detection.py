@@ -127,17 +127,22 @@ def test_iteration_that_stood_still_for_a_checkpoint_is_not_plain() -> None:
 @pytest.mark.parametrize("quick", [False, True])
 def test_write_beside_the_iterations_is_told_with_each_of_them(*, quick: bool) -> None:
     """Also one that began after one commit and ended before the next, or that nobody has collected yet."""
-    sealing, storing = Future[Any](), Future[None]()
+    sealing = Future[None]()
     saving: Any = Saving.__new__(Saving)
-    saving._sealing, saving._storing, saving._writes = sealing, None, True
+    write = SimpleNamespace(is_busy=False, is_late=False)
+    saving._sealing, saving._storage, saving._writes = sealing, write, True
     told = [] if quick else [saving.has_written()]
-    sealing.set_result(storing)
+    write.is_busy = True
+    sealing.set_result(None)
     told += [] if quick else [saving.has_written()]
-    storing.set_result(None)
+    write.is_busy = False
     assert [*told, saving.has_written()] == [True] * (len(told) + 1)
     assert not saving.has_written()
-    saving._sealing, saving._storing = None, Future[None]()
+    saving._sealing, write.is_busy = None, True
     assert saving.has_written(), "it was collected, and is not over"
+    write.is_late = True
+    saving.has_written()
+    assert not saving.has_written(), "one that hangs keeps nobody busy"
 
 
 def test_commit_carries_checksum_common_to_replicas() -> None:

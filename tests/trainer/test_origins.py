@@ -27,6 +27,7 @@ from unicrond.agents.trainer.states.origins import (
     origin_of,
     put_aside,
 )
+from unicrond.agents.trainer.states.places import StateDirectory
 from unicrond.agents.trainer.states.saving import Saving
 from unicrond.agents.trainer.states.sources import Sources
 from unicrond.agents.trainer.states.state import BadState
@@ -212,7 +213,7 @@ def test_states_that_are_continued_stay_until_pruned(tmp_path: Path) -> None:
         save(tmp_path, iteration, run_of("a"))
     save(tmp_path, 30, run_of("b"))
     assert iterations(tmp_path) == [30, 20] and not list(tmp_path.glob("before-*"))
-    made = origin_of(checkpoint.path_of(tmp_path, 30))
+    made = origin_of(StateDirectory(tmp_path), 30)
     assert made is not None and (made.run_id, made.settings["seed"]) == ("b", "1")
 
 
@@ -266,8 +267,7 @@ def test_restart_keeps_all_earlier_states(tmp_path: Path, origin: RunOrigin | No
 
 def test_states_that_another_worker_has_moved_fail_no_save(tmp_path: Path) -> None:
     save(tmp_path, 10, run_of("a"))
-    gone = [(20, checkpoint.path_of(tmp_path, 20)), (10, checkpoint.path_of(tmp_path, 10))]
-    put_aside(tmp_path, gone, run_of("b", "restart").start, 5)
+    put_aside(StateDirectory(tmp_path), [20, 10], run_of("b", "restart").start, 5)
     assert iterations(tmp_path) == [] and iterations(tmp_path / "before-b") == [10]
 
 
@@ -310,7 +310,7 @@ def test_fork_copies_newest_state_once(tmp_path: Path) -> None:
     checkpoint.fork(source, "big", directory, "t", fork)
     assert iterations(directory) == [20], "it has begun, and its source goes on without it"
     assert checkpoint.load(directory, "t", 20, 0)[0]["iteration"] == 20
-    assert fork.is_wanted(origin_of(checkpoint.path_of(directory, 20)))
+    assert fork.is_wanted(origin_of(StateDirectory(directory), 20))
 
 
 def test_fork_has_its_state_when_its_source_has_pruned_it(tmp_path: Path) -> None:

@@ -29,20 +29,20 @@ def test_portable_state_converts_between_any_layouts(before: tuple[int, int], af
         assert same(reshard(state(after, shard, trained=False), [tree]), state(after, shard))
 
 
-def saved(directory: Path, form: tuple[int, int]) -> Path:
+def saved(directory: Path, form: tuple[int, int]) -> str:
     for shard, tree in enumerate(shards(form)):
         checkpoint.write(WriteJob(directory, "big", 7, 1, shard, Shape(*form), "test", 2), tree)
-    return directory / "iteration-00000007"
+    return str(directory / "iteration-00000007")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_exported_checkpoint_is_readable_and_importable(tmp_path: Path) -> None:
     """torch reads what is exported; another task finds it under its own name."""
-    exported = portable.export_to(saved(tmp_path / "big", (2, 2)), tmp_path / "out")
+    exported = portable.export_to(saved(tmp_path / "big", (2, 2)), str(tmp_path / "out"))
     into = {"tensors.layers.weight": torch.zeros(WHOLE["layers.weight"].shape)}
-    dcp.load(into, checkpoint_id=exported / "shard-0", no_dist=True)
+    dcp.load(into, checkpoint_id=f"{exported}/shard-0", no_dist=True)
     assert torch.equal(into["tensors.layers.weight"], WHOLE["layers.weight"])
-    portable.import_to(exported, tmp_path / "other", "small")
+    portable.import_to(exported, str(tmp_path / "other"), "small")
     assert checkpoint.newest_iterations(tmp_path / "other", "small") == {7: Shape()}
     tree, _ = checkpoint.load(tmp_path / "other", "small", 7, 0)
     assert same(reshard(state((1, 2), 1, trained=False), [tree]), state((1, 2), 1))
@@ -52,10 +52,10 @@ def test_export_keeps_existing_and_names_invalid_directories(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = saved(tmp_path / "big", (1, 1))
-    portable.export_to(source, tmp_path / "out")
+    portable.export_to(source, str(tmp_path / "out"))
     with pytest.raises(BadState, match="is there already"):
-        portable.export_to(source, tmp_path / "out")
-    assert portable.main(["import", str(source), str(tmp_path / "other"), "--task", "small"]) == 1
+        portable.export_to(source, str(tmp_path / "out"))
+    assert portable.main(["import", source, str(tmp_path / "other"), "--task", "small"]) == 1
     assert portable.main(["export", str(tmp_path), str(tmp_path / "other")]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "is a task's own checkpoint; export it first" in lines[0] and "is no checkpoint's directory" in lines[1]

@@ -17,7 +17,9 @@ from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.fold import fold
 from unicrond.core.state.state_bytes import digest
+from unicrond.core.state.task_parts import TaskProgress
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.phrases import to_the_second
 from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.service.coordinator.alarms import STANDS_US, Alarms, unsaved_alarms, written_by
@@ -79,10 +81,22 @@ def test_failed_save_raises_alarm_until_later_save() -> None:
     say(v.SaveFailed, saver="unicron", reason="OSError: no space left")
     say(v.SaveFailed, saver="program", reason="RuntimeError: no")
     say(v.SaveFailed, saver="unicron", reason="from a stranger", worker=f"{task.name}.99999")
-    assert told() == [
+
+    def task_progress() -> TaskProgress:
+        return cluster.state.tasks[task.name].progress
+
+    first = task_progress().unsaved_since_us["unicron"]
+    cluster.now_us += 90_000_000
+    say(v.SaveFailed, saver="unicron", reason="OSError: no space left", iteration=4)
+    assert task_progress().unsaved_since_us["unicron"] == first, "since the first of them"
+    (line,) = told()  # one alarm of one key
+    since = to_the_second(first)
+    assert line == (
         f"task {task.name}: its program did not save its checkpoint of iteration 3: RuntimeError: no; "
-        "did not save the checkpoint of iteration 3: OSError: no space left"
-    ], "one alarm of one key"
+        f"so since {since}; "
+        f"did not save the checkpoint of iteration 4: OSError: no space left; so since {since}; "
+        "its directory has none yet"
+    )
     say(v.CheckpointSaved, path="/x", size_bytes=1, duration_us=1)
     say(v.SaveFailed, saver="program", reason="")
     assert told() == []

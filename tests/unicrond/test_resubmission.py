@@ -377,7 +377,7 @@ def test_task_file_does_not_say_how_it_begins() -> None:
         loads("name: big\nstart: {mode: restart}\n")
 
 
-@pytest.mark.parametrize("directory", ["/", "/ckpt", "/ckpt/", "/ckpt/../x"])
+@pytest.mark.parametrize("directory", ["/", "/ckpt", "/ckpt/", "/ckpt/../x", "'s3://bucket'", "'s3://bucket/'"])
 def test_fork_has_no_place_beside_directory_of_the_root(
     directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

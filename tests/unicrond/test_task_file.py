@@ -29,7 +29,7 @@ from unicrond.events.vocabulary.shape import Shape
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope
 from unicrond.intake.strict_yaml import BadYaml, parse
-from unicrond.intake.task_file import TaskFileError, is_file, load, loads
+from unicrond.intake.task_file import TaskFileError, is_file, load, loads, with_start
 from unicrond.throughput.layouts import job
 from unicrond.throughput.model import table
 from unicrond.throughput.presets import GPUS, MODELS
@@ -141,6 +141,14 @@ def test_paths_start_at_directory_of_file(tmp_path: Path) -> None:
     assert spec.checkpoint.dir == "/ckpt"
 
 
+def test_checkpoint_url_stays_as_it_is(tmp_path: Path) -> None:
+    spec = loads("name: a\ncheckpoint: {dir: 's3://bucket/a/b-1.2'}\n", directory=tmp_path)
+    assert spec.checkpoint.dir == "s3://bucket/a/b-1.2"
+    fork = with_start(spec, "", fork="b", prove=False, where="t.yaml")
+    assert fork.checkpoint.dir == "s3://bucket/a/b" and fork.start is not None
+    assert fork.start.source_dir == spec.checkpoint.dir
+
+
 def test_task_spec_survives_round_trip(tmp_path: Path) -> None:
     spec = loads("name: a\nweight: 0.5\nmodel: {layers: 4}\nmax_workers: 4\nthroughput: {1: 5}\n", directory=tmp_path)
     assert loads(msgspec.json.encode(spec).decode()) == spec  # JSON is YAML
@@ -204,6 +212,13 @@ MISTAKES = [
     ("name: &x a\nentry: *x", "t.yaml:1: anchors and aliases (& and *) are not supported"),
     ("name: !!python/name:os.system x", "t.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not supported"),
     ("name: a\nmodel: {layers: 2", "t.yaml:2: not valid YAML"),
+    ("name: a\ncheckpoint: {dir: 'file:///x'}", "t.yaml:2: checkpoint.dir: 'file' is none of the object stores s3, gs"),
+    ("name: a\ncheckpoint: {dir: 's3://'}", "'s3://' is not the URL of a prefix in an object store; give one like s3://b"),
+    ("name: a\ncheckpoint: {dir: 's3://b//x'}", "'s3://b//x' is not the URL of a prefix"),
+    ("name: a\ncheckpoint: {dir: 's3://b/../x'}", "'s3://b/../x' is not the URL of a prefix"),
+    ("name: a\ncheckpoint: {dir: 's3://b/x y'}", "'s3://b/x y' is not the URL of a prefix"),
+    ("name: a\ncheckpoint: {dir: 's3://KEY:PASS@b/x'}", "has an @ where a bucket and a prefix should be: credentials"),
+    ("name: a\ncheckpoint: {dir: 's3://b/x?key=1'}", "credentials and options belong into the env"),
     ("? [1]\n: 2", "t.yaml:1: a key must be a plain word or number"),
 ]  # fmt: skip
 

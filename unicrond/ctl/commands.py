@@ -321,7 +321,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     if (options.what == "import") != bool(options.task):
         raise UsageError("give --task with import, and with import alone")
     extras.require("unicronctl checkpoint", "node")
-    words = [options.what, str(options.source), str(options.directory), f"--task={options.task or ''}"]
+    words = [options.what, options.source, options.directory, f"--task={options.task or ''}"]
     return subprocess.run(
         [sys.executable, "-P", "-m", "unicrond.agents.trainer.states.portable", *words], check=False
     ).returncode

@@ -83,8 +83,8 @@ def _add_settings(commands: Commands) -> None:
             "checkpoint import /exported/iteration-00000120 /ckpt/other --task other",
         ),
         option("what", "WHAT", "export or import", choices=("export", "import")),
-        option("source", "CHECKPOINT", "a directory iteration-N", type=Path),
-        option("directory", "DIR", "where to write it; for import the task's checkpoint.dir", type=Path),
+        option("source", "CHECKPOINT", "a directory iteration-N, or the URL of one"),
+        option("directory", "DIR", "where to write it; for import the task's checkpoint.dir"),
         shared("--task", "import: the one that is to begin from it"),
     )
     add_to(

@@ -16,11 +16,13 @@ from msgspec import Meta
 from unicrond.core.faults.severity import IMPOSSIBLE
 from unicrond.core.state.field_faults import Place, faults
 from unicrond.core.state.policy import Policy, Readmission
+from unicrond.core.tasks.task_rules import url_fault
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server import ServerTls
 from unicrond.events.nats.url import parse_urls
 from unicrond.events.trust.logins import Role
 from unicrond.events.vocabulary import ErrorKind, SeverityLevel
+from unicrond.events.vocabulary.tasks import is_url
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 from unicrond.intake import settings
 from unicrond.intake.notify import Notify
@@ -153,10 +155,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return ""
         return f"auth: off: every process of this machine may {' and '.join(doors)}; remove it, and enroll the nodes"
 
-    @property
-    def checkpoints(self) -> Path:
-        """Return the directory under which each task has its own."""
-        return Path(self.checkpoint_dir or Path(self.state_dir) / "checkpoints").absolute()
+    def checkpoints_of(self, task: str) -> str:
+        """Return where the checkpoints of a task are that names no place: a directory, or the URL of a prefix."""
+        if is_url(self.checkpoint_dir):
+            return f"{self.checkpoint_dir.rstrip('/')}/{task}"
+        return str(Path(self.checkpoint_dir or Path(self.state_dir) / "checkpoints").absolute() / task)
 
     @property
     def keys(self) -> Path:
@@ -276,12 +279,18 @@ def check(config: Config, where: str) -> None:
             raise ConfigError(f"{where}: nats.{field}: {path} is not a file; create it or fix the path")
     if problem := config.notify.problem():
         raise ConfigError(f"{where}: notify.{problem}")
+    _check_urls(config, where)
+    _check_pod_logins(config, where)
+    _check_tls(config, where)
+
+
+def _check_urls(config: Config, where: str) -> None:
+    if is_url(config.checkpoint_dir) and (fault := url_fault(config.checkpoint_dir)):
+        raise ConfigError(f"{where}: checkpoint_dir: {fault}")
     if config.traces_url and not config.traces_url.startswith(("http://", "https://")):
         raise ConfigError(
             f"{where}: traces_url: {config.traces_url!r} is not an http address; give http://COLLECTOR:4318/v1/traces"
         )
-    _check_pod_logins(config, where)
-    _check_tls(config, where)
 
 
 def _check_pod_logins(config: Config, where: str) -> None:

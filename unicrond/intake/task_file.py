@@ -26,6 +26,7 @@ from unicrond.core.tasks.task_rules import ENTRIES, PATHS
 from unicrond.core.tasks.task_validation import form_problems, task_problems
 from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec, TaskStart
 from unicrond.events.vocabulary.field_types import StartMode
+from unicrond.events.vocabulary.tasks import is_url
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
 from unicrond.intake.throughput_preset import Preset, fill, fill_further_gpus, shorten_tables, take_preset
@@ -90,14 +91,16 @@ def with_start(spec: TaskSpec, mode: StartMode, *, fork: str, prove: bool, where
 def _fork(spec: TaskSpec, name: str, where: str) -> TaskSpec:
     """Return the fork, whose checkpoints lie beside the task's own. Raise TaskFileError where nothing may."""
     directory = spec.checkpoint.dir
-    place = Path(os.path.normpath(directory))
+    root, _, path = directory.rpartition("://")  # of an object store: its scheme; else ""
+    place = Path("/", os.path.normpath(path))
     if directory and place.parent == place.parent.parent:
-        text = f"checkpoint.dir: a fork keeps its states beside those of task {spec.name}: for {place} in the root"
-        raise TaskFileError(f"{where}: {text}; give one in it for the fork, such as {place / spec.name}")
+        text = f"checkpoint.dir: a fork keeps its states beside those of task {spec.name}: for {directory} in the root"
+        raise TaskFileError(f"{where}: {text}; give one in it for the fork, such as {directory}/{spec.name}")
+    beside = str(place.with_name(name)) if directory else ""
     return replace(
         spec,
         name=name,
-        checkpoint=replace(spec.checkpoint, dir=str(place.with_name(name)) if directory else ""),
+        checkpoint=replace(spec.checkpoint, dir=f"{root}:/{beside}" if root else beside),
         start=TaskStart(mode="fork", source=spec.name, source_dir=directory),
     )
 
@@ -182,7 +185,7 @@ def _absolute_paths(data: dict[str, Any], directory: Path) -> None:
         for parent in parents:
             part = part.get(parent) if isinstance(part, dict) else None
         value = part.get(name) if isinstance(part, dict) else None
-        if isinstance(value, str) and value and not (name == "entry" and value in ENTRIES):
+        if isinstance(value, str) and value and not (name == "entry" and value in ENTRIES) and not is_url(value):
             part[name] = str(directory / Path(value).expanduser())
 
 

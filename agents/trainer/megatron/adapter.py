@@ -35,7 +35,7 @@ from unicrond.agents.trainer.megatron.logs import LeadWriter, Trackers
 from unicrond.agents.trainer.megatron.runs import ScheduleRuns
 from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
 from unicrond.agents.trainer.process.context import Context
-from unicrond.agents.trainer.states.saving import unsaved
+from unicrond.agents.trainer.states.storing import unsaved
 
 
 class _IterationChanged(Exception):

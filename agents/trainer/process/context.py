@@ -34,6 +34,7 @@ class WorkerSettings:
     `checksum_every`: iterations from one checksum of the parameters in the log to the next, 0: replicas do not compare
     their parameters at all; else they do so in each iteration. `standby_max`:
     standby groups are kept for so many replicas at most, 0: never. `deterministic`: see process/determinism.py.
+    `save_wait_s`: see states/storing.py.
     """
 
     fault_wait_s: float
@@ -45,13 +46,14 @@ class WorkerSettings:
     checksum_every: int = 50
     standby_max: int = 8
     deterministic: str = "check"
+    save_wait_s: float = 60.0
 
     @staticmethod
     def from_environment() -> WorkerSettings:
         """Read UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600),
-        UNICRON_HANG_FLOOR_S (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50),
-        UNICRON_STANDBY_MAX (8) and UNICRON_DETERMINISTIC (check), which must be the same for all workers of a task.
-        Raises ValueError."""
+        UNICRON_HANG_FLOOR_S (1), UNICRON_START_S (600), UNICRON_SAVE_WAIT_S (60); UNICRON_BUCKET_BYTES (32 MiB),
+        UNICRON_CHECKSUM_EVERY (50), UNICRON_STANDBY_MAX (8) and UNICRON_DETERMINISTIC (check), which must be the same
+        for all workers of a task. Raises ValueError."""
         return WorkerSettings(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
@@ -62,6 +64,7 @@ class WorkerSettings:
             checksum_every=_count("UNICRON_CHECKSUM_EVERY", 50, "iterations"),
             standby_max=_count("UNICRON_STANDBY_MAX", 8, "replicas"),
             deterministic=_one_of(DETERMINISTIC, DETERMINISM),
+            save_wait_s=_seconds("UNICRON_SAVE_WAIT_S", 60.0),
         )
 
 

@@ -4,10 +4,12 @@
     <dir>/iteration-00000120/made-with.json    which run has made it, with which settings (origins.py)
     <dir>/iteration-00000120/shard-0/          torch's distributed-checkpoint format: .metadata, __0_0.distcp
 
+<dir> is a directory or a prefix of an object store (`places.py`).
+
 Rules
 -----
-* A directory `iteration-<number>` is complete, or was damaged later: it is written under another name, synced, and
-  renamed by the shard that finishes last. Shards need not talk to each other: each leaves its record in the draft.
+* A checkpoint `iteration-<number>` is complete, or was damaged later: it is published by the shard that finishes last.
+  Shards need not talk to each other: each leaves its record in the draft.
 * Each shard of a replica is a checkpoint of its own, which `torch.distributed.checkpoint.load` reads; keys are paths
   in the state tree ("tensors.0.embedding...", "optimizer.state.3.exp_avg"), "skeleton" is everything but the tensors.
 * Nothing that is read is executed: the manifest says where each tensor lies, torch's weights-only loader reads it.
@@ -20,9 +22,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -35,14 +37,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from unicrond.agents.trainer.states import origins
 from unicrond.agents.trainer.states.origins import RunOrigin
+from unicrond.agents.trainer.states.places import MANIFEST, NAME, StatePlace, name_of, place_of
 from unicrond.agents.trainer.states.state import BadState, flatten, shapes, unflatten
 from unicrond.agents.trainer.states.state_bytes import check, named_tensors
 from unicrond.events.vocabulary.shape import Shape
 
 FORMAT = 3
-_NAME = re.compile(r"^iteration-([0-9]{8,})$")
-_DRAFT = re.compile(r"^\.draft-([0-9]{8,})-")
-_MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"(try-[A-Za-z0-9_-]+)?")
 _SKELETON = "skeleton"
 _CHUNK_BYTES = 1 << 20
 
@@ -71,8 +72,8 @@ class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[TensorLocation, ...]
 
 
-class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The list of what a checkpoint consists of."""
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The list of what a checkpoint consists of. `folder`: of the checkpoint's, which has the files; "": its own."""
 
     format: int
     task: str
@@ -83,6 +84,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     shards: tuple[ShardRecord, ...]
     vpp: int = 1
     ep: int = 1
+    folder: str = ""
 
     @property
     def layout(self) -> Shape:
@@ -97,9 +99,9 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True)
 class WrittenCheckpoint:
-    """A checkpoint that was written: where, and its size over all shards."""
+    """A checkpoint that was written: its path or URL, and its size over all shards."""
 
-    path: Path
+    path: str
     size_bytes: int
 
 
@@ -108,7 +110,7 @@ class WriteJob:
     """A checkpoint to write, of which this process writes `shard` of a replica in `layout`. `writer` keeps the drafts
     of different attempts apart and is the same for all shards of one. `origin`: of the state; None: it has none."""
 
-    directory: Path
+    directory: str | Path
     task: str
     iteration: int
     generation: int
@@ -123,16 +125,17 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
     """Write this shard's part; the shard that comes last publishes, and is the one that gets a result.
 
     Needs no communication, so any thread may do it. Removes checkpoints older than the newest `keep`. `midway` is
-    called when this shard's files are written and nothing is published. Raises OSError.
+    called when this shard's files are written and nothing is published; what it raises ends the attempt. Raises
+    OSError.
     """
-    final = path_of(job.directory, job.iteration)
-    draft = job.directory / f".draft-{job.iteration:08d}-{job.writer}"
-    draft.mkdir(parents=True, exist_ok=True)
-    record = _write_shard(draft, job.shard, tree)
+    place = place_of(job.directory)
+    run_id = job.origin.start.run_id if job.origin is not None else ""
+    draft, folder = place.draft(job.iteration, f"{run_id}-{job.writer}".strip("-"))
+    record = _write_shard(place, draft, job.shard, tree)
     midway()
-    _write_synced(draft / f"shard-{job.shard}.json", msgspec.json.encode(record))
-    records = [_record(draft, shard) for shard in range(job.layout.workers)]
-    if any(shard_record is None for shard_record in records) or not _is_publisher(draft):
+    place.write(f"{draft}/shard-{job.shard}.json", msgspec.json.encode(record))
+    records = [_record(place, draft, shard) for shard in range(job.layout.workers)]
+    if any(shard_record is None for shard_record in records) or not place.claim(f"{draft}/publisher"):
         return None
     manifest = CheckpointManifest(
         format=FORMAT,
@@ -144,59 +147,64 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
         vpp=job.layout.vpp,
         ep=job.layout.ep,
         shards=tuple(shard_record for shard_record in records if shard_record is not None),
+        folder=folder,
     )
-    _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+    texts = {MANIFEST: msgspec.json.format(msgspec.json.encode(manifest))}
     if job.origin is not None:
-        _write_synced(draft / origins.FILE, msgspec.json.encode(job.origin.stored()))
-        origins.put_aside(job.directory, _own_checkpoints(job.directory, job.task), job.origin.start, job.iteration)
-    _sync(draft)
-    _publish(draft, final)
-    _sync(job.directory)
-    _remove_old(job.directory, job.task, job.keep, final)
-    return WrittenCheckpoint(final, manifest.size_bytes)
+        texts[origins.FILE] = msgspec.json.encode(job.origin.stored())
+        origins.put_aside(place, _own_checkpoints(place, job.task), job.origin.start, job.iteration)
+    place.publish(draft, job.iteration, texts)
+    _remove_old(place, job.task, job.keep, job.iteration)
+    return WrittenCheckpoint(place.path_of(name_of(job.iteration)), manifest.size_bytes)
 
 
-def path_of(directory: Path, iteration: int) -> Path:
-    """Return the directory of the checkpoint after `iteration`."""
-    return directory / f"iteration-{iteration:08d}"
-
-
-def manifest_of(path: Path) -> CheckpointManifest:
-    """Return the manifest of the checkpoint in this directory. Raises OSError, BadState."""
-    match = _NAME.match(path.name)
+def split(path: str) -> tuple[str, int]:
+    """Return the directory or URL and the iteration of a checkpoint's path. Raises BadState."""
+    directory, _, name = path.rstrip("/").rpartition("/")
+    match = NAME.match(name)
     if match is None:
         raise BadState("is no checkpoint's directory (iteration-<number>)")
+    return directory or ".", int(match[1])
+
+
+def manifest_of(path: str) -> CheckpointManifest:
+    """Return the manifest of the checkpoint at this path or URL. Raises OSError, BadState."""
+    directory, iteration = split(path)
+    place = place_of(directory)
     try:
-        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=CheckpointManifest)
+        content = place.content(f"{name_of(iteration)}/{MANIFEST}")
+        manifest = msgspec.json.decode(content, type=CheckpointManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadState(f"{_MANIFEST}: {error}") from None
-    return _manifest(path, manifest.task, int(match[1]))
+        raise BadState(f"{MANIFEST}: {error}") from None
+    return _manifest(place, manifest.task, iteration)
 
 
-def newest_iterations(directory: Path, task: str, origin: RunOrigin | None = None) -> dict[int, Shape]:
+def newest_iterations(directory: str | Path, task: str, origin: RunOrigin | None = None) -> dict[int, Shape]:
     """Return the layout of each checkpoint that looks whole (manifest and sizes) by iteration, newest first; print the
     others to stderr. `origin`: leave out what its run may not look at."""
-    layouts = {}
-    for iteration, path in _list_checkpoints(directory):
+    place, layouts = place_of(directory), {}
+    for iteration in place.iterations():
         try:
-            manifest = _manifest(path, task, iteration)
-            if origin is None or origin.is_wanted(origins.origin_of(path)):
+            manifest = _manifest(place, task, iteration)
+            if origin is None or origin.is_wanted(origins.origin_of(place, iteration)):
                 layouts[iteration] = manifest.layout
         except (OSError, BadState) as error:
+            path = place.path_of(name_of(iteration))
             print(f"skipping checkpoint {path}: {error}", file=sys.stderr, flush=True)
     return layouts
 
 
-def fork(source: Path, source_task: str, directory: Path, task: str, origin: RunOrigin) -> None:
+def fork(source: str | Path, source_task: str, directory: str | Path, task: str, origin: RunOrigin) -> None:
     """Give `task` a copy of the newest whole checkpoint of another task, as one of its own run, unless it has any.
     Raises OSError, OtherSettings where there is none, or where those that it has are all damaged."""
     if newest_iterations(directory, task, origin):
         return
-    for _, path in _list_checkpoints(directory):
-        if origin.is_wanted(origins.origin_of(path)):
+    place, source_place = place_of(directory), place_of(source)
+    for iteration in place.iterations():
+        if origin.is_wanted(origins.origin_of(place, iteration)):
             raise origins.OtherSettings(
-                f"{path} of task {task} is damaged or cannot be read, and the task has no whole checkpoint; submit it "
-                f"with --fork again to begin from task {source_task} once more"
+                f"{place.path_of(name_of(iteration))} of task {task} is damaged or cannot be read, and the task has no "
+                f"whole checkpoint; submit it with --fork again to begin from task {source_task} once more"
             )
     iteration = max(newest_iterations(source, source_task), default=0)
     if not iteration:
@@ -204,27 +212,32 @@ def fork(source: Path, source_task: str, directory: Path, task: str, origin: Run
             f"task {task} was submitted with --fork of task {source_task}, and {source} holds no whole checkpoint of "
             "it; wait for one, or submit it without --fork"
         )
-    newest = path_of(source, iteration)
-    manifest = msgspec.structs.replace(_manifest(newest, source_task, iteration), task=task)
-    directory.mkdir(parents=True, exist_ok=True)
-    origins.put_aside(directory, _own_checkpoints(directory, task), origin.start, iteration)
-    texts = {_MANIFEST: msgspec.json.encode(manifest), origins.FILE: msgspec.json.encode(origin.present())}
-    _copy(newest, path_of(directory, iteration), texts)
+    manifest = _manifest(source_place, source_task, iteration)
+    draft, folder = place.draft(iteration, f"fork-{secrets.token_hex(4)}")
+    origins.put_aside(place, _own_checkpoints(place, task), origin.start, iteration)
+    for number, record in enumerate(manifest.shards):
+        with _files(source_place, manifest, record) as files, place.workspace(f"{draft}/shard-{number}") as shard:
+            for file in record.files:
+                _link(str(files / file.name), str(shard / Path(file.name).name))
+    manifest = msgspec.structs.replace(manifest, task=task, folder=folder)
+    texts = {MANIFEST: msgspec.json.encode(manifest), origins.FILE: msgspec.json.encode(origin.present())}
+    place.publish(draft, iteration, texts, replace=False)
 
 
-def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
+def load(directory: str | Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
     """Load one shard's tree; return it and the bytes that were read. Raises OSError, BadState."""
-    path = path_of(directory, iteration)
-    manifest = _manifest(path, task, iteration)
+    place = place_of(directory)
+    manifest = _manifest(place, task, iteration)
     if shard >= len(manifest.shards):
         raise BadState(f"it has {len(manifest.shards)} shards, and none of number {shard}")
     record = manifest.shards[shard]
-    for file in record.files:
-        if _digest(path / file.name) != file.blake2b:
-            raise BadState(f"{file.name} does not have the digest that the manifest names")
-    skeleton = bytes(_read(path, record.skeleton).tolist())
-    expected = shapes(skeleton)
-    tensors = [_read(path, place) for place in record.tensors]
+    with _files(place, manifest, record) as path:
+        for file in record.files:
+            if _digest(path / file.name) != file.blake2b:
+                raise BadState(f"{file.name} does not have the digest that the manifest names")
+        skeleton = bytes(_read(path, record.skeleton).tolist())
+        expected = shapes(skeleton)
+        tensors = [_read(path, location) for location in record.tensors]
     if expected != [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]:
         raise BadState("the tensors differ from those that the skeleton names")
     return check(unflatten(skeleton, tensors)), sum(file.size_bytes for file in record.files)
@@ -233,60 +246,64 @@ def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[s
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints by name, newest first."""
-    if not directory.is_dir():
-        return []
-    matches = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))]
-    return sorted(matches, reverse=True)
+def _own_checkpoints(place: StatePlace, task: str) -> list[int]:
+    """List the checkpoints, newest first, without those of other tasks; a damaged one counts as the task's own."""
+    return [iteration for iteration in place.iterations() if _task_of(place, iteration) in ("", task)]
 
 
-def _own_checkpoints(directory: Path, task: str) -> list[tuple[int, Path]]:
-    """List the same without those of other tasks; a damaged one counts as the task's own."""
-    return [(iteration, path) for iteration, path in _list_checkpoints(directory) if _task_of(path) in ("", task)]
-
-
-def _task_of(path: Path) -> str:
+def _task_of(place: StatePlace, iteration: int) -> str:
     try:
-        return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=CheckpointManifest).task
+        return msgspec.json.decode(place.content(f"{name_of(iteration)}/{MANIFEST}"), type=CheckpointManifest).task
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return ""
 
 
-def _manifest(path: Path, task: str, iteration: int) -> CheckpointManifest:
-    content = (path / _MANIFEST).read_bytes()
+def _files(place: StatePlace, manifest: CheckpointManifest, record: ShardRecord) -> Any:
+    """Enter with a path that has a shard's files, by the names that its record gives them."""
+    return place.files(_folder(manifest), [file.name for file in record.files])
+
+
+def _folder(manifest: CheckpointManifest) -> str:
+    return f"{name_of(manifest.iteration)}/{manifest.folder}".rstrip("/")
+
+
+def _manifest(place: StatePlace, task: str, iteration: int) -> CheckpointManifest:
+    content = place.content(f"{name_of(iteration)}/{MANIFEST}")
     try:
         manifest = msgspec.json.decode(content, type=CheckpointManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise BadState(f"{_MANIFEST}: {error}") from None
+        raise BadState(f"{MANIFEST}: {error}") from None
     if (manifest.format, manifest.task, manifest.iteration) != (FORMAT, task, iteration):
         raise BadState(f"its manifest is of task {manifest.task}, iteration {manifest.iteration}")
     if len(manifest.shards) != manifest.tp * manifest.pp:
         raise BadState(f"it has {len(manifest.shards)} shards, of tp * pp = {manifest.tp} * {manifest.pp}")
+    if not _FOLDER.fullmatch(manifest.folder):
+        raise BadState(f"its manifest names {manifest.folder!r}, which is no folder of an attempt")
     for number, record in enumerate(manifest.shards):
         for file in record.files:
             if Path(file.name).parts[:-1] != (f"shard-{number}",) or "\0" in file.name:
                 raise BadState(f"its manifest names {file.name!r}, which is not a file of shard {number}")
-            size = (path / file.name).stat().st_size
+            size = place.size_bytes(f"{_folder(manifest)}/{file.name}")
             if size != file.size_bytes:
                 raise BadState(f"{file.name} has {size} bytes instead of {file.size_bytes}")
         sizes = {file.name: file.size_bytes for file in record.files}
-        for place in (record.skeleton, *record.tensors):
-            if place.offset < 0 or place.length < 0 or place.offset + place.length > sizes.get(place.file, -1):
-                raise BadState(f"its manifest places a tensor outside of {place.file}")
+        for location in (record.skeleton, *record.tensors):
+            end = location.offset + location.length
+            if location.offset < 0 or location.length < 0 or end > sizes.get(location.file, -1):
+                raise BadState(f"its manifest places a tensor outside of {location.file}")
     return manifest
 
 
-def _read(path: Path, place: TensorLocation) -> torch.Tensor:
-    with (path / place.file).open("rb") as file:
-        file.seek(place.offset)
-        data = file.read(place.length)
+def _read(path: Path, location: TensorLocation) -> torch.Tensor:
+    with (path / location.file).open("rb") as file:
+        file.seek(location.offset)
+        data = file.read(location.length)
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load names no types
-        raise BadState(f"{place.file}, byte {place.offset}: not a tensor: {error}") from None
+        raise BadState(f"{location.file}, byte {location.offset}: not a tensor: {error}") from None
     if not isinstance(tensor, torch.Tensor):
-        raise BadState(f"{place.file}, byte {place.offset}: no tensor")
+        raise BadState(f"{location.file}, byte {location.offset}: no tensor")
     return tensor
 
 
@@ -301,25 +318,25 @@ def _digest(path: Path) -> str:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def _write_shard(draft: Path, shard: int, tree: object) -> ShardRecord:
+def _write_shard(place: StatePlace, draft: str, shard: int, tree: object) -> ShardRecord:
     skeleton, tensors = flatten(tree)
     keys = [name for name, _ in named_tensors(tree)]
     if len(set(keys)) != len(keys) or _SKELETON in keys:
         raise BadState("two tensors of the state have the same path")
     entries = {key: tensor.cpu() for key, tensor in zip(keys, tensors, strict=True)}
     entries[_SKELETON] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
-    directory = draft / f"shard-{shard}"
-    shutil.rmtree(directory, ignore_errors=True)
-    places = _write_distributed_format(directory, entries)
-    _sync(directory)
-    files = tuple(
-        File(f"{directory.name}/{path.name}", path.stat().st_size, _digest(path))
-        for path in sorted(directory.iterdir())
-    )
-    return ShardRecord(files, places[_SKELETON], tuple(places[key] for key in keys))
+    name = f"shard-{shard}"
+    with place.workspace(f"{draft}/{name}") as directory:
+        locations = _write_distributed_format(directory, name, entries)
+        files = tuple(
+            File(f"{name}/{path.name}", path.stat().st_size, _digest(path)) for path in sorted(directory.iterdir())
+        )
+    return ShardRecord(files, locations[_SKELETON], tuple(locations[key] for key in keys))
 
 
-def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, TensorLocation]:
+def _write_distributed_format(
+    directory: Path, name: str, entries: Mapping[str, torch.Tensor]
+) -> dict[str, TensorLocation]:
     """Write what `torch.distributed.checkpoint.save` does for a single process; return where each entry was put."""
     writer, planner = FileSystemWriter(directory), DefaultSavePlanner()
     writer.reset()
@@ -331,7 +348,7 @@ def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tenso
     writer.finish(metadata, [results])
     return {
         result.index.fqn: TensorLocation(
-            f"{directory.name}/{result.storage_data.relative_path}",
+            f"{name}/{result.storage_data.relative_path}",
             result.storage_data.offset,
             result.storage_data.length,
         )
@@ -339,51 +356,11 @@ def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tenso
     }
 
 
-def _record(draft: Path, shard: int) -> ShardRecord | None:
+def _record(place: StatePlace, draft: str, shard: int) -> ShardRecord | None:
     try:
-        return msgspec.json.decode((draft / f"shard-{shard}.json").read_bytes(), type=ShardRecord)
+        return msgspec.json.decode(place.content(f"{draft}/shard-{shard}.json"), type=ShardRecord)
     except FileNotFoundError:
         return None
-
-
-def _is_publisher(draft: Path) -> bool:
-    """Return True to exactly one of the callers."""
-    try:
-        os.close(os.open(draft / ".publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except OSError:  # it is there, or the draft has its final name already
-        return False
-    return True
-
-
-def _publish(draft: Path, final: Path) -> None:
-    """Give the draft its name. Where a checkpoint of that name stands (an earlier run's), the new one replaces it."""
-    try:
-        draft.rename(final)
-    except OSError:
-        old = draft.with_name(draft.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        draft.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _copy(source: Path, final: Path, texts: Mapping[str, bytes]) -> None:
-    """Publish a copy of the checkpoint `source`, with other contents for the files in `texts`."""
-    prefix = f".draft-{final.name.removeprefix('iteration-')}-fork-"
-    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
-    shutil.copytree(source, draft, copy_function=_link, ignore=shutil.ignore_patterns(*texts), dirs_exist_ok=True)
-    for name, content in texts.items():
-        _write_synced(draft / name, content)
-    for path in (*draft.iterdir(), draft):
-        if path.is_dir():
-            _sync(path)
-    try:
-        draft.rename(final)
-    except OSError:  # another attempt has been quicker
-        if not final.is_dir():
-            raise
-        shutil.rmtree(draft, ignore_errors=True)
-    _sync(final.parent)
 
 
 def _link(source: str, target: str) -> None:
@@ -392,35 +369,15 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-        _sync(Path(target))
+        with Path(target).open("rb") as file:
+            os.fsync(file.fileno())
 
 
-def _remove_old(directory: Path, task: str, keep: int, final: Path) -> None:
+def _remove_old(place: StatePlace, task: str, keep: int, final: int) -> None:
     """Keep the task's newest checkpoints, and `final`, which is the last word even where newer ones could not be put
     aside; drafts of lower iterations were left by writers that died."""
-    checkpoints = _own_checkpoints(directory, task)
-    for _, path in checkpoints[keep:]:
-        if path != final:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in directory.iterdir():
-        match = _DRAFT.match(path.name)
-        if match and int(match[1]) < checkpoints[0][0]:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    """Write the file under another name first, so that a file under its own name is complete."""
-    new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    iterations = _own_checkpoints(place, task)
+    for iteration in iterations[keep:]:
+        if iteration != final:
+            place.remove(iteration)
+    place.remove_drafts(iterations[0])

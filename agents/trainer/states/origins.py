@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from unicrond.agents.trainer.states.places import StatePlace, name_of
 from unicrond.agents.trainer.states.state import BadState, StateRefused
 from unicrond.events.megatron.training_settings import CHANGEABLE, differences, refusal, settings_of
 from unicrond.events.vocabulary import TaskSpec, TaskStart
@@ -120,42 +120,29 @@ def origin_in(tree: Mapping[str, Any]) -> Origin | None:
 # --- on storage ------------------------------------------------------------------------------------
 
 
-def origin_of(checkpoint: Path) -> Origin | None:
-    """Return the origin of the checkpoint in this directory; None where nothing there says it. Raises OSError where the
+def origin_of(place: StatePlace, iteration: int) -> Origin | None:
+    """Return the origin of the checkpoint after `iteration`; None where nothing there says it. Raises OSError where the
     file cannot be read: whose the state is, nobody knows then."""
     try:
-        return msgspec.json.decode((checkpoint / FILE).read_bytes(), type=Origin)
+        return msgspec.json.decode(place.content(f"{name_of(iteration)}/{FILE}"), type=Origin)
     except (FileNotFoundError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
 
-def put_aside(directory: Path, checkpoints: Iterable[tuple[int, Path]], start: TaskStart, iteration: int) -> None:
+def put_aside(place: StatePlace, iterations: Iterable[int], start: TaskStart, iteration: int) -> None:
     """Move the checkpoints of other runs out of the way of a run that is about to save the state after `iteration`, as
     far as it does not continue them. What does not say whose it is stays. Raises OSError."""
     if not start.run_id:
         return
     begins_anew = start.mode in ("restart", "fork")
-    for number, path in checkpoints:
+    for number in iterations:
         if not begins_anew and number < iteration:
             continue
+        path = place.path_of(name_of(number))
         try:
-            is_own = _run_id_of(origin_of(path)) == start.run_id
+            is_own = _run_id_of(origin_of(place, number)) == start.run_id
         except OSError as error:
             print(f"left {path} where it is: {error}", file=sys.stderr, flush=True)
             continue
-        if not is_own:
-            _keep(path, directory / f"before-{start.run_id}")
-
-
-def _keep(path: Path, archive: Path) -> None:
-    """Move a checkpoint into the archive, or into one beside it where the archive has another of that name."""
-    directory, number = archive, 1
-    while (archive / path.name).exists():
-        number += 1
-        archive = directory.with_name(f"{directory.name}-{number}")
-    archive.mkdir(exist_ok=True)
-    try:
-        path.rename(archive / path.name)
-    except FileNotFoundError:  # another worker has been quicker
-        return
-    print(f"kept {path} of an earlier run as {archive / path.name}", file=sys.stderr, flush=True)
+        if not is_own and (destination := place.move(number, f"before-{start.run_id}")):
+            print(f"kept {path} of an earlier run as {destination}", file=sys.stderr, flush=True)

@@ -19,7 +19,6 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ import torch
 
 from unicrond.agents.trainer.states import checkpoint
 from unicrond.agents.trainer.states.checkpoint import WriteJob
+from unicrond.agents.trainer.states.places import name_of, place_of
 from unicrond.agents.trainer.states.resharding import WHOLE, Piece, StateLayout, layout_in, reshard
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.events.vocabulary.shape import Shape
@@ -108,32 +108,31 @@ def _in_order(path: str) -> list[tuple[int, str]]:
 # --- on storage ------------------------------------------------------------------------------------
 
 
-def export_to(source: Path, directory: Path) -> Path:
+def export_to(source: str, directory: str) -> str:
     """Write the checkpoint `source` (DIR/iteration-N) without its layout into `directory`; return where it is then.
     Raises OSError, BadState."""
-    manifest = checkpoint.manifest_of(source)
+    manifest, (place, _) = checkpoint.manifest_of(source), checkpoint.split(source)
     shards = [
-        checkpoint.load(source.parent, manifest.task, manifest.iteration, shard)[0]
-        for shard in range(len(manifest.shards))
+        checkpoint.load(place, manifest.task, manifest.iteration, shard)[0] for shard in range(len(manifest.shards))
     ]
     return _write(directory, manifest.task, manifest.iteration, whole(shards))
 
 
-def import_to(source: Path, directory: Path, task: str) -> Path:
+def import_to(source: str, directory: str, task: str) -> str:
     """Put an exported checkpoint where the task of that name looks for its own. Raises OSError, BadState."""
-    manifest = checkpoint.manifest_of(source)
-    tree, _ = checkpoint.load(source.parent, manifest.task, manifest.iteration, 0)
+    manifest, (place, _) = checkpoint.manifest_of(source), checkpoint.split(source)
+    tree, _ = checkpoint.load(place, manifest.task, manifest.iteration, 0)
     if WHOLE not in tree:
         raise BadState(f"{source} is a task's own checkpoint; export it first")
     return _write(directory, task, manifest.iteration, tree)
 
 
-def _write(directory: Path, task: str, iteration: int, tree: dict[str, Any]) -> Path:
-    final = directory / f"iteration-{iteration:08d}"
-    if final.exists():
+def _write(directory: str, task: str, iteration: int, tree: dict[str, Any]) -> str:
+    place = place_of(directory)
+    final = place.path_of(name_of(iteration))
+    if iteration in place.iterations():
         raise BadState(f"{final} is there already; give another directory, or remove it")
-    job = WriteJob(directory, task, iteration, 0, 0, Shape(), "portable", _KEEP_ALL)
-    checkpoint.write(job, tree)
+    checkpoint.write(WriteJob(directory, task, iteration, 0, 0, Shape(), "portable", _KEEP_ALL), tree)
     return final
 
 
@@ -141,8 +140,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command as `unicronctl checkpoint` calls it, which has checked the words; return the exit code."""
     parser = argparse.ArgumentParser(prog="unicronctl checkpoint")
     parser.add_argument("what", choices=["export", "import"])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("source")
+    parser.add_argument("directory")
     parser.add_argument("--task", default="")
     arguments = parser.parse_args(words)
     try:

@@ -16,8 +16,11 @@ Rules
 * Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
 * Where the optimizer's state is sharded, the first replica says in the agreement on an iteration that it is going to
   save it (`due`), all then give it their parts, and what it saves is the whole state (`whole`).
-* A disk that fails ends no training: what stands there stays, the log and an alarm say so (`SaveFailed`), and it is
+* Storage that fails ends no training: what stands there stays, the log and an alarm say so (`SaveFailed`), and it is
   tried again next time. Only the last word must be written before the process ends.
+* Nor does storage that hangs (`storing.py`): a write that is late is said to be so, and training waits for it no
+  longer; after ten times that it is given up. It can publish nothing from then on, so its slot is free for captures.
+  Nothing else is written before its thread is back.
 """
 
 from __future__ import annotations
@@ -30,24 +33,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from unicrond.agents.protocol.memory import Draft, Memory, TooLarge
-from unicrond.agents.protocol.messages import GroupMembership, Reporter
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.states import checkpoint, origins
-from unicrond.agents.trainer.states.state import BadState, TrainingState
+from unicrond.agents.trainer.states.state import TrainingState
 from unicrond.agents.trainer.states.state_bytes import Flat, read
-from unicrond.events.vocabulary import CheckpointSaved, SaveFailed, Saver, SnapshotStored
+from unicrond.agents.trainer.states.storing import StorageWriter
+from unicrond.events.vocabulary import SnapshotStored
 
 #: For captures on their way to storage only: bounds nothing that the state itself does not.
 _PRIVATE_MAX_BYTES = 1 << 62
 _PACE_WEIGHT = 0.2
-_REASON_CHARS = 512
 #: Where the failure rate is not known: a failure a day.
 MTBF_DEFAULT_S = 86400.0
 #: However rare failures are said to be: no more work than this is ever put at stake.
@@ -97,31 +99,29 @@ class Saving:
         self._to_memory = Rhythm(spec.checkpoint.memory_interval if self.memory else 0)
         self._to_storage = Rhythm(spec.checkpoint.interval if spec.checkpoint.dir else 0)
         self._sealer = ThreadPoolExecutor(1, "seal")
-        self._writer = ThreadPoolExecutor(1, "store")
-        self._sealing: Future[Future[None] | None] | None = None
-        self._storing: Future[None] | None = None
-        self._stored = 0
+        self._storage = StorageWriter(context)
+        self._sealing: Future[None] | None = None
         #: A state has been on its way to storage since `has_written` was asked last.
         self._writes = False
         self._pace_s = 0.0
         self._was_lead = False
         #: What is known of the iterations' times (baseline.py), for the next owner of the state.
         self.baseline_words: list[int] = []
-        #: What writing a state to storage took at most; 0: none was written.
-        self.longest_write_s = 0.0
         #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
         self.assembled: AssembledState | None = None
+
+    @property
+    def longest_write_s(self) -> float:
+        """Return the seconds that a write to storage took at most; 0: none was made."""
+        return self._storage.longest_s
 
     # --- at a boundary ---------------------------------------------------------------------------
 
     def _collect(self) -> None:
         """Collect what the threads have finished, and raise what they have raised."""
         if self._sealing is not None and self._sealing.done():
-            self._storing = self._sealing.result() or self._storing
-            self._sealing = None
-        if self._storing is not None and self._storing.done():
-            self._storing.result()
-            self._storing = None
+            self._await_seal()
+        self._storage.look()
 
     def boundary(
         self, iteration: int, duration_s: float, loss: float, membership: GroupMembership, *, leads: bool,
@@ -143,7 +143,7 @@ class Saving:
         self._was_lead = leads
         if not leads or iteration >= self._context.launch.spec.iterations:
             return NO_SAVE
-        mtbf_s = membership.mtbf_us / 1e6
+        mtbf_s, self._to_storage.cost_s = membership.mtbf_us / 1e6, self._storage.last_s
         to_memory = self._to_memory.may_be_due(iteration) and self._is_due(
             self._to_memory, iteration, mtbf_s, busy=not _is_over(self._sealing)
         )
@@ -152,9 +152,9 @@ class Saving:
 
     def _is_storage_due(self, iteration: int, mtbf_s: float) -> bool:
         if self._to_storage.every is not None:
-            self._settle()
-            return True
-        busy = self._sealing is not None or self._storing is not None
+            self._await_seal()
+            return self._context.replica.all_true(self._storage.wait(last_word=False))
+        busy = self._sealing is not None or self._storage.is_busy
         return self._is_due(self._to_storage, iteration, mtbf_s, busy=busy)
 
     def _is_due(self, rhythm: Rhythm, iteration: int, mtbf_s: float, *, busy: bool) -> bool:
@@ -171,11 +171,8 @@ class Saving:
 
     def has_written(self) -> bool:
         """Return whether a state has been on its way to storage, beside the iterations, since this was asked last."""
-        sealing, writes = self._sealing, self._writes
-        storing = (
-            sealing.result() if sealing is not None and sealing.done() and not sealing.exception() else self._storing
-        )
-        self._writes = (writes and not _is_over(sealing)) or not _is_over(storing)
+        writes = self._writes
+        self._writes = (writes and not _is_over(self._sealing)) or (self._storage.is_busy and not self._storage.is_late)
         return writes or self._writes
 
     # --- capturing -------------------------------------------------------------------------------
@@ -227,8 +224,8 @@ class Saving:
     def _seal(
         self, draft: Draft, iteration: int, generation: int, cost_s: float, job: checkpoint.WriteJob | None,
         midway: Callable[[], None],
-    ) -> Future[None] | None:  # fmt: skip
-        """Seal the copy, in the sealing thread; return the write to storage that follows, if any."""
+    ) -> None:  # fmt: skip
+        """Seal the copy, in the sealing thread, and begin the write to storage that follows, if any."""
         spec = self._context.launch.spec
         head = draft.seal(iteration, generation, layout=spec.cut)
         source = self.memory or self._private
@@ -247,29 +244,15 @@ class Saving:
                 )
             )
         if job is None or source is None:
-            return None
+            return
         resources = ExitStack()  # from here on the slot is not written to until storage has it
         reader = source.reopen()
         resources.callback(reader.close)
         state = resources.enter_context(reader.reading(iteration))
         if state is None:
             resources.close()
-            return None
-        return self._writer.submit(self._store, job, state[1], resources, midway)
-
-    def _store(
-        self, job: checkpoint.WriteJob, view: memoryview, resources: ExitStack, midway: Callable[[], None]
-    ) -> None:
-        """Write the sealed copy to storage, in the writing thread."""
-        with resources:
-            try:
-                self._write(job, read(view, copy=False), midway)
-            except (OSError, BadState) as error:
-                self._not_saved(job.iteration, error)
-
-    def _not_saved(self, iteration: int, error: Exception) -> None:
-        print(f"{self._context.launch.worker}: did not save checkpoint {iteration}: {error}", file=sys.stderr)
-        self._context.channel.send(unsaved(self._context.launch.reporter, iteration, "unicron", error))
+            return
+        self._storage.begin(job, partial(read, state[1], copy=False), midway, resources)
 
     def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
         """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.
@@ -294,53 +277,32 @@ class Saving:
         Raises OSError.
         """
         if self._context.launch.spec.checkpoint.dir:
-            self._settle()
             self._write_now(iteration, generation, loss, must=True)
 
     def _write_now(self, iteration: int, generation: int, loss: float, *, must: bool) -> None:
-        if not self._context.replica.all_true(self._stored == iteration):
-            try:
-                self._write(self._job(iteration, generation), self._tree(iteration, loss), self._midway(iteration))
-            except (OSError, BadState) as error:
-                self._not_saved(iteration, error)
-                if must:
-                    raise
+        self._await_seal()
+        storage, is_free = self._storage, self._storage.wait(last_word=must)
+        if not self._context.replica.all_true(storage.newest == iteration):
+            failure: Exception | None = storage.lateness()
+            if is_free:
+                tree = partial(self._tree, iteration, loss)
+                write = storage.begin(self._job(iteration, generation), tree, self._midway(iteration), ExitStack())
+                storage.wait(last_word=True)  # what is written changes with the next iteration
+                failure = storage.give_up() or write.failure
+            if must and failure is not None:
+                raise failure
         self._context.replica.all_true(True)  # the last one publishes
         self._to_storage.saved(iteration)
 
-    def _write(self, job: checkpoint.WriteJob, tree: dict[str, Any], midway: Callable[[], None]) -> None:
-        started = time.monotonic()
-        saved = checkpoint.write(job, tree, midway)
-        self._to_storage.cost_s = time.monotonic() - started
-        self.longest_write_s = max(self.longest_write_s, self._to_storage.cost_s)
-        self._stored = job.iteration
-        if saved is not None:
-            self._context.channel.send(
-                CheckpointSaved(
-                    **self._context.launch.reporter,
-                    iteration=job.iteration,
-                    path=str(saved.path),
-                    size_bytes=saved.size_bytes,
-                    duration_us=int(self._to_storage.cost_s * 1e6),
-                )
-            )
-
-    def _settle(self) -> None:
-        """Wait for what is on its way to storage, and raise what it raises."""
-        self._await_seal()
-        if self._storing is not None:
-            self._storing.result()
-            self._storing = None
-
     def _await_seal(self) -> None:
         if self._sealing is not None:
-            self._storing = self._sealing.result() or self._storing
+            self._sealing.result()
             self._sealing = None
 
     def _job(self, iteration: int, generation: int) -> checkpoint.WriteJob:
         launch, replica = self._context.launch, self._context.replica
         return checkpoint.WriteJob(
-            directory=Path(launch.spec.checkpoint.dir),
+            directory=launch.spec.checkpoint.dir,
             task=launch.spec.name,
             iteration=iteration,
             generation=generation,
@@ -354,12 +316,6 @@ class Saving:
     def _midway(self, iteration: int) -> Callable[[], None]:
         context = self._context
         return partial(context.injection.fire, "saving", iteration + 1, context.generation)
-
-
-def unsaved(reporter: Reporter, iteration: int, saver: Saver, error: Exception | None = None) -> SaveFailed:
-    """Return the event that a save has failed; `error` None: that it is saved again."""
-    reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS] if error else ""
-    return SaveFailed(**reporter, iteration=iteration, saver=saver, reason=reason)
 
 
 def _is_over(future: Future[Any] | None) -> bool:

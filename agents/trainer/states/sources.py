@@ -30,6 +30,7 @@ from unicrond.agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candi
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.states import checkpoint, origins
 from unicrond.agents.trainer.states.origins import RunOrigin
+from unicrond.agents.trainer.states.places import place_of
 from unicrond.agents.trainer.states.resharding import WHOLE, NoLayout
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.agents.trainer.states.state_bytes import read
@@ -126,10 +127,10 @@ class Sources:
     def _look_at_storage(self) -> list[int]:
         spec = self._context.launch.spec
         if spec.checkpoint.dir:
-            directory, start = Path(spec.checkpoint.dir), self._origin.start
+            directory, start = spec.checkpoint.dir, self._origin.start
             if start.mode == "fork":
                 if self._context.replica.shard == 0:
-                    checkpoint.fork(Path(start.source_dir), start.source, directory, spec.name, self._origin)
+                    checkpoint.fork(start.source_dir, start.source, directory, spec.name, self._origin)
                 self._context.replica.all_true(True)
             self._stored = checkpoint.newest_iterations(directory, spec.name, self._origin)
         return list(self._stored)
@@ -161,9 +162,8 @@ class Sources:
         if iteration not in self._stored:
             raise BadState("it is not on storage")
         spec = self._context.launch.spec
-        directory = Path(spec.checkpoint.dir)
-        self._origin.require(origins.origin_of(checkpoint.path_of(directory, iteration)))
-        load = partial(checkpoint.load, directory, spec.name, iteration)
+        self._origin.require(origins.origin_of(place_of(spec.checkpoint.dir), iteration))
+        load = partial(checkpoint.load, spec.checkpoint.dir, spec.name, iteration)
         return self._put_together(self._stored[iteration], load)
 
     def _put_together(self, layout: Shape, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:

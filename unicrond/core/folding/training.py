@@ -121,9 +121,7 @@ def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope)
     task = state.tasks.get(event.task)
     if task is None or not saves_newest(task, event):
         return state
-    progress = replace(
-        task.progress, checkpoint_iteration=event.iteration, save_failures=_without_saver(task.progress, "unicron")
-    )
+    progress = replace(_without_failure(task.progress, "unicron"), checkpoint_iteration=event.iteration)
     return with_task(state, replace(task, progress=progress))
 
 
@@ -132,11 +130,20 @@ def save_failed(state: ClusterState, event: v.SaveFailed, _: Envelope) -> Cluste
     task = state.tasks.get(event.task)
     if task is None or event.worker not in task.workers:
         return state
-    unsaved = _without_saver(task.progress, event.saver)
+    progress = _without_failure(task.progress, event.saver)
     if event.reason:
-        unsaved = {**unsaved, event.saver: f"of iteration {event.iteration}: {event.reason}"}
-    return with_task(state, replace(task, progress=replace(task.progress, save_failures=unsaved)))
+        since_us = task.progress.unsaved_since_us.get(event.saver, state.now_us)
+        progress = replace(
+            progress,
+            save_failures={**progress.save_failures, event.saver: f"of iteration {event.iteration}: {event.reason}"},
+            unsaved_since_us={**progress.unsaved_since_us, event.saver: since_us},
+        )
+    return with_task(state, replace(task, progress=progress))
 
 
-def _without_saver(progress: TaskProgress, by: v.Saver) -> dict[str, str]:
-    return {saver: reason for saver, reason in progress.save_failures.items() if saver != by}
+def _without_failure(progress: TaskProgress, saver: v.Saver) -> TaskProgress:
+    return replace(
+        progress,
+        save_failures={by: reason for by, reason in progress.save_failures.items() if by != saver},
+        unsaved_since_us={by: since_us for by, since_us in progress.unsaved_since_us.items() if by != saver},
+    )

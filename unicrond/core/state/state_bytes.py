@@ -73,6 +73,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "group.lead_confirmed",
     "group.last_membership",
     "progress.save_failures",
+    "progress.unsaved_since_us",
     "pace.other_layouts",
     "pace.reshape_us",
     "pace.move_us",

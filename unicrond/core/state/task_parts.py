@@ -76,9 +76,10 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
 
     `committed_generation`: the generation that committed it. `save_failures`: why the last checkpoint was not written,
-    by whose it was (unicrond.events.vocabulary.SaveFailed). `trained_us`: how long all iterations took, by their own
-    clock. `iterations_repeated`: committed ones that were trained again. `repeats_until`: up to this one the present
-    group trains again what was committed before; 0: it does not. `repeats_for`: the kind of incident of the last time.
+    by whose it was (unicrond.events.vocabulary.SaveFailed); `unsaved_since_us`: since when. `trained_us`: how long all
+    iterations took, by their own clock. `iterations_repeated`: committed ones that were trained again. `repeats_until`:
+    up to this one the present group trains again what was committed before; 0: it does not. `repeats_for`: the kind of
+    incident of the last time.
     """
 
     iteration: int = always(0)
@@ -90,6 +91,7 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     last_commit_us: int = always(0)
     checkpoint_iteration: int = always(0)
     save_failures: dict[str, str] = {}
+    unsaved_since_us: dict[str, int] = {}
     trained_us: int = 0
     iterations_repeated: int = 0
     repeats_until: int = 0

@@ -69,7 +69,8 @@ def resubmission(state: ClusterState, spec: TaskSpec, start: TaskStart) -> Resub
         outlook = f"it goes on from the newest state of the last run of its name{_iteration(previous)}"
     else:
         memory = " and in the memory of its nodes" if previous.copies.holdings else ""
-        outlook = f"it looks for states in {directory}{memory}, not in {earlier}, the checkpoint.dir of its last run"
+        places = spec.checkpoint.dir, previous.spec.checkpoint.dir
+        outlook = f"it looks for states in {places[0]}{memory}, not in {places[1]}, the checkpoint.dir of its last run"
     if changes and start.mode == "resume":
         outlook += f", with other settings ({listed(changes)})"
     return Resubmission(outlook=outlook + _rest(stored, spec), continues=continues)

@@ -22,6 +22,7 @@ from unicrond.events.megatron import command_line as megatron_lm
 from unicrond.events.megatron import layouts as megatron_layouts
 from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
+from unicrond.events.vocabulary.tasks import SCHEMES, is_url
 
 #: The built-in GPT pretraining.
 BUILT_IN = "gpt"
@@ -41,6 +42,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 #: Where a secret is: a file of the node, or a variable of its agent.
 _SOURCE = re.compile(r"file:/[^\0]+|env:[A-Za-z_][A-Za-z0-9_]*")
+#: A bucket, and prefixes in it.
+_OBJECTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._=+-]+)*/?")
 PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
 
 
@@ -54,6 +57,7 @@ def spec_faults(spec: TaskSpec) -> Iterator[FieldFault]:
     yield from _gpus(spec)
     yield from _worth(spec)
     yield from _schedule(spec)
+    yield from _paths(spec)
     yield from _program(spec)
     yield from _start(spec)
     yield from _secrets(spec)
@@ -283,15 +287,35 @@ def _schedule(spec: TaskSpec) -> Iterator[FieldFault]:
         )
 
 
-def _program(spec: TaskSpec) -> Iterator[FieldFault]:
+def url_fault(url: str) -> str:
+    """Return what is wrong with the URL of a prefix in an object store; "" for nothing."""
+    scheme, _, path = url.partition("://")
+    example = "; give one like s3://bucket/prefix"
+    if "@" in path or "?" in path:
+        fix = "credentials and options belong into the environment of the nodes, not into the URL"
+        return f"has an {'@' if '@' in path else 'option'} where a bucket and a prefix should be: {fix}"
+    if scheme not in SCHEMES:
+        return f"{scheme!r} is none of the object stores {', '.join(SCHEMES)}{example}, or a path"
+    if not _OBJECTS.fullmatch(path) or {".", ".."} & set(path.split("/")):
+        return f"{url!r} is not the URL of a prefix in an object store{example}"
+    return ""
+
+
+def _paths(spec: TaskSpec) -> Iterator[FieldFault]:
     for place in PATHS:
         value: Any = spec
         for name in place:
             value = getattr(value, str(name))
-        if value and not value.startswith("/") and not (place == ("entry",) and value in ENTRIES):
+        if place == ("checkpoint", "dir") and is_url(value):
+            if fault := url_fault(value):
+                yield FieldFault(place, fault)
+        elif value and not value.startswith("/") and not (place == ("entry",) and value in ENTRIES):
             suggestion = f"; give {', '.join(ENTRIES)} or an absolute path"
             choice = suggestion if place == ("entry",) else "; give an absolute path"
             yield FieldFault(place, f"{value!r} is a relative path, and nodes have other directories{choice}")
+
+
+def _program(spec: TaskSpec) -> Iterator[FieldFault]:
     if spec.entry == BUILT_IN and spec.args:
         yield FieldFault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
     if spec.entry == megatron_lm.ENTRY and not spec.cwd:

@@ -310,12 +310,12 @@ class Api:
     def _with_start(self, spec: TaskSpec) -> TaskSpec:
         """Return the task with a directory for its checkpoints, and its start with a name for this run. Raise
         OrderRefused where it is to begin from another owner's states."""
-        start, directory = spec.start or TaskStart(), spec.checkpoint.dir or str(self._config.checkpoints / spec.name)
+        start, directory = spec.start or TaskStart(), spec.checkpoint.dir or self._config.checkpoints_of(spec.name)
         if start.mode == "fork":
             require_free_name(_caller.get(), self._coordinator.state, start.source, "start.source")
             source = self._coordinator.state.tasks.get(start.source)
             source_dir = source.spec.checkpoint.dir if source else start.source_dir
-            start = replace(start, source_dir=source_dir or str(self._config.checkpoints / start.source))
+            start = replace(start, source_dir=source_dir or self._config.checkpoints_of(start.source))
         start = replace(start, run_id=secrets.token_hex(4), is_changed=False)
         return replace(spec, start=start, checkpoint=replace(spec.checkpoint, dir=directory))
 

@@ -36,6 +36,7 @@ from unicrond.events.queries.node_checks import (
     encode,
 )
 from unicrond.events.queries.worker_queries import BadLogsMessage, LogsReply
+from unicrond.events.vocabulary.tasks import is_url
 from unicrond.service.api.worker_output import LogReader, LogsUnavailable
 
 NODES_MAX = 512
@@ -160,7 +161,11 @@ class NodeChecks:
         return await _all_of({name: of(name) for name in names}, silent)
 
     async def _storage(self, state: ClusterState, nodes: Mapping[str, Node]) -> tuple[Storage, ...]:
-        tasks = [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE and task.spec.checkpoint.dir]
+        tasks = [
+            task
+            for task in state.tasks.values()
+            if task.status is TaskStatus.ACTIVE and task.spec.checkpoint.dir and not is_url(task.spec.checkpoint.dir)
+        ]
         if len(nodes) < 2:
             return ()
         return tuple(

@@ -27,7 +27,7 @@ from unicrond.core.nodes.brakes import hold_subject, hold_text, open_holds
 from unicrond.core.nodes.liveness import OWN_NAME, Flood
 from unicrond.core.nodes.outages import outage_texts
 from unicrond.core.state.alarms import Alarm
-from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state import ClusterState, Task
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
 from unicrond.events.vocabulary import AlarmEnded
 from unicrond.events.vocabulary.phrases import clean, count, span, task_of, to_the_second
@@ -103,12 +103,19 @@ def unsaved_alarms(state: ClusterState) -> list[Alarm]:
     """Return an alarm for each active task whose last checkpoint was not written."""
     alarms = []
     for task in state.active:
-        failures = [
-            f"{_SAVE_FAILURES[saver]} {reason}" for saver, reason in sorted(task.progress.save_failures.items())
-        ]
+        failures = [_save_failure(task, saver, reason) for saver, reason in sorted(task.progress.save_failures.items())]
         if failures:  # one alarm of both savers: an alarm's key stands once
             alarms.append(Alarm("checkpoint-unsaved", f"task {task.name}: {'; '.join(failures)}", task.name))
     return alarms
+
+
+def _save_failure(task: Task, saver: str, reason: str) -> str:
+    since_us, newest = task.progress.unsaved_since_us.get(saver), task.progress.checkpoint_iteration
+    text = f"{_SAVE_FAILURES[saver]} {reason}" + (f"; so since {to_the_second(since_us)}" if since_us else "")
+    if saver != "unicron":
+        return text
+    place = task.spec.checkpoint.dir or "its directory"
+    return f"{text}; the newest in {place} is of iteration {newest}" if newest else f"{text}; {place} has none yet"
 
 
 def silence_alarms(state: ClusterState) -> list[Alarm]:

@@ -1,0 +1,83 @@
+"""A task that keeps its checkpoints in S3: real workers, moto's server in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from tests.integration.object_store import S3Server
+from tests.integration.regroup_rig import ForkServer, Rig
+from tests.integration.test_regroup import complete, failure_free, lose, stopped, task
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.events.vocabulary import CheckpointSaved, CheckpointSpec, SaveFailed, StateLoaded
+
+WORKERS = ["t.1", "t.2", "t.3"]
+
+
+class S3Rig(Rig):
+    """Play the agent of a task whose checkpoints are in the bucket."""
+
+    def __init__(self, s3: S3Server, server: ForkServer, directory: Path, spec) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(server, directory, replace(spec, env={**spec.env, **s3.environment}))
+        self.url = s3.url(f"{directory.name}/{self.task}")
+        self.spec = replace(self.spec, checkpoint=replace(self.spec.checkpoint, dir=self.url))
+
+    def saved(self) -> list[int]:
+        return [message.iteration for message in self.of(CheckpointSaved) if isinstance(message, CheckpointSaved)]
+
+    def failures(self) -> list[str]:
+        return [message.reason for message in self.of(SaveFailed) if isinstance(message, SaveFailed)]
+
+
+def test_state_in_s3_outlives_all_workers(s3: S3Server, server: ForkServer, data: Path, tmp_path: Path) -> None:
+    """Three workers, all killed in iteration 5: three others go on from what is in the bucket, to the same bits."""
+    spec = task(data, iterations=7, checkpoint=CheckpointSpec(interval=1))
+    (tmp_path / "control").mkdir()
+    expected = failure_free(partial(Rig, server, tmp_path / "control"), spec, 3)[1].completed
+    assert expected is not None
+    with S3Rig(s3, server, tmp_path, spec) as rig:
+        rig.start(*WORKERS, fault="stop@iteration=5,micro_batch=0")
+        rig.until(lambda: rig.ready(*WORKERS))
+        rig.tell(1, WORKERS)
+        rig.until(lambda: 3 in rig.saved() and any(stopped(rig.pids[worker]) for worker in WORKERS))
+        for worker in WORKERS:
+            rig.signal(worker, signal.SIGKILL)
+        for worker in WORKERS:
+            lose(rig, worker)
+        rig.reshape(rig.spec)
+        rig.spec = replace(rig.spec, checkpoint=replace(rig.spec.checkpoint, dir=rig.url))
+        joiners = ["t.4", "t.5", "t.6"]
+        rig.start(*joiners)
+        rig.until(lambda: rig.ready(*joiners))
+        rig.tell(2, joiners, joiners=joiners, urgent=True)
+        complete(rig)
+        (state,) = rig.of(StateLoaded, "t.4")
+        assert isinstance(state, StateLoaded) and state.source == "checkpoint" and state.iteration in (3, 4)
+        assert rig.completed is not None and rig.completed.params_digest == expected.params_digest
+        assert list(checkpoint.newest_iterations(rig.url, rig.task)) == [7, 6]
+        logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+        assert "test-secret" not in logs and "test-secret" not in str(rig.said)
+
+
+def test_iterations_go_on_while_s3_hangs(s3: S3Server, server: ForkServer, data: Path, tmp_path: Path) -> None:
+    spec = task(data, iterations=100_000, checkpoint=CheckpointSpec(interval=1))
+    with S3Rig(s3, server, tmp_path, replace(spec, env={"UNICRON_SAVE_WAIT_S": "1"})) as rig:
+        rig.start(*WORKERS)
+        rig.until(lambda: rig.ready(*WORKERS))
+        rig.tell(1, WORKERS)
+        rig.until(lambda: len(rig.saved()) >= 2)
+        s3.hang()
+        try:
+            rig.until(rig.failures)
+            assert f"{rig.url} has not taken it since 20" in rig.failures()[0]
+            iteration, newest = rig.committed[-1].iteration, rig.saved()[-1]
+            rig.until(lambda: rig.reached(iteration + 20), 20)
+            assert rig.saved()[-1] == newest, "nothing is said to be saved"
+        finally:
+            s3.go_on()
+        rig.until(lambda: rig.saved()[-1] > iteration, 60)
+        newest = rig.saved()[-1]
+        assert max(checkpoint.newest_iterations(rig.url, rig.task)) >= newest
