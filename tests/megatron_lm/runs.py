@@ -205,6 +205,14 @@ def logged(log: str) -> list[float]:
     return [float(loss) for loss in re.findall(r" iteration .* lm loss: (\S+) ", log)]
 
 
+def validated(log: str) -> dict[int, float]:
+    """The losses of evaluations that Megatron-LM has logged, by iteration; of several at one the first."""
+    losses: dict[int, float] = {}
+    for iteration, loss in re.findall(r"validation loss at iteration (\d+) .* lm loss value: (\S+) ", log):
+        losses.setdefault(int(iteration), float(loss))
+    return losses
+
+
 def furthest(one: Sequence[Parameters], other: Sequence[Parameters]) -> float:
     """The largest difference of any parameter that both have."""
     assert len(one) == len(other)

@@ -58,7 +58,7 @@ def series_of(logs: Sequence[str]) -> Series:
 
 
 def _take(series: dict[str, dict[str, Printed]], place: str, line: str, prefix: str) -> None:
-    for part in line.split("|")[:-1]:
+    for part in line.partition("[")[0].split("|")[:-1]:  # what another rank has printed into the line is no metric
         name, _, text = part.rpartition(":")
         printed = Printed.parse(text)
         if name and printed is not None and not name.strip().startswith(_OF_THE_MACHINE):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
-from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken
+from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken, validated
 from unicrond.events.vocabulary import StateLoaded, WorkerBusy
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
@@ -86,12 +86,6 @@ def consumed(log: str) -> dict[int, int]:
     return {int(iteration): int(samples) for iteration, samples in pairs}
 
 
-def validated(log: str) -> dict[int, float]:
-    """Return the losses of evaluations that Megatron-LM has logged, by iteration."""
-    pairs = re.findall(r"validation loss at iteration (\d+) .* lm loss value: (\S+) ", log)
-    return {int(iteration): float(loss) for iteration, loss in pairs}
-
-
 def test_failed_save_ends_nothing(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("no directory")
     outcome = unbroken(server, tmp_path, task(f"--save {tmp_path / 'saved'} --save-interval 2"), 2)
@@ -132,13 +126,3 @@ def test_death_during_save_or_evaluation_heals(server: ForkServer, tmp_path: Pat
     assert healed.completed.params_digest == calm.completed.params_digest
     assert "validation loss at iteration 4" in healed.logs["t.2"]
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "5"
-
-
-def test_evaluation_matches_stock_without_timeouts(server: ForkServer, tmp_path: Path) -> None:
-    model = MODEL.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 2 --eval-interval 2")
-    healed = broken(server, tmp_path, task(model=model), "kill@iteration=3,micro_batch=1", joins=False)
-    printed = [line for line in healed.logs["t.1"].splitlines() if "validation loss at" in line]
-    assert [line.partition(" | ")[0] for line in printed[:2]] == [
-        " validation loss at iteration 2", " validation loss at iteration 4",
-    ]  # fmt: skip
-    assert "validation loss" not in healed.logs["t.3"]

@@ -19,6 +19,7 @@ LOG = (
     " number of skipped iterations:   0 |\n"
 )
 EVALUATION = " validation loss at iteration 2 on test set | lm loss value: 5.5E+00 | lm loss PPL: 2.4E+02 | \n"
+MEMORY = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 0.0 | max allocated: 0.0 |\n"
 
 
 def log(*lines: tuple[int, str, str]) -> str:
@@ -26,7 +27,9 @@ def log(*lines: tuple[int, str, str]) -> str:
 
 
 def test_series_hold_what_was_logged_of_training_alone() -> None:
-    series = tables.series_of([log((1, "5.50E+00", "2.125")) + EVALUATION, log((2, "5.40E+00", "inf"))])
+    series = tables.series_of(
+        [log((1, "5.50E+00", "2.125")) + EVALUATION, log((2, "5.40E+00", "inf")).strip() + MEMORY]
+    )
     assert list(series) == [
         "consumed samples", "learning rate", "lm loss", "grad norm", "number of skipped iterations",
         "validation: lm loss value", "validation: lm loss PPL",

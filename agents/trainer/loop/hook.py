@@ -34,6 +34,7 @@ from unicrond.agents.trainer.detection.checksum import checksum
 from unicrond.agents.trainer.detection.divergence import gradients_number
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
 from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
+from unicrond.agents.trainer.lifecycle import MemberState
 from unicrond.agents.trainer.lifecycle.effects import Compute, Optimize
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
@@ -198,9 +199,9 @@ class Hook:
         return self._driver.member.in_leader_replica
 
     @property
-    def replicas(self) -> int:
-        """Return the number of replicas in the present group; 0 before the first step."""
-        return len(self._driver.member.peers)
+    def member(self) -> MemberState:
+        """Return this worker's part in its group."""
+        return self._driver.member
 
     @property
     def iterations(self) -> int:
@@ -385,9 +386,8 @@ class Hook:
     def _look_for_ordered_faults(self, models: Sequence[torch.nn.Module]) -> None:
         """Register hooks for points inside the computation, only where a fault is ordered there."""
         expects, fire = self._context.injection.expects, self._driver.fire
-        parameters = [
-            (module, weight) for model in models for module in model.modules() for weight in module.parameters(False)
-        ]
+        modules = [module for model in models for module in model.modules()]
+        parameters = [(module, weight) for module in modules for weight in module.parameters(False)]
         module, parameter = parameters[len(parameters) // 2]
         if expects("forward"):
             module.register_forward_hook(lambda *_: fire("forward"))

@@ -14,6 +14,7 @@ Rules
   checkpoint is written as the lifecycle's last word, by the leader's replica, or by another if that is lost.
 * Where the lifecycle goes on with another iteration than Megatron's loop expects (this replica was given a newer
   state), the loop is entered anew there.
+* Evaluation is Megatron's own, its micro-batches are dealt (`evaluation.py`).
 * What only the leader's replica does: checkpoints, TensorBoard, W&B, lines of the log.
 """
 
@@ -30,7 +31,8 @@ from unicrond.agents.trainer.loop.hook import Hook, Step
 from unicrond.agents.trainer.megatron import cpu, flags
 from unicrond.agents.trainer.megatron.buffers import BufferAccumulation
 from unicrond.agents.trainer.megatron.checkpointed import CheckpointedOptimizer, StateIncomplete
-from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader, index_lock
+from unicrond.agents.trainer.megatron.data import EvaluationLoader, MicroBatchLoader, ValidationLoader, index_lock
+from unicrond.agents.trainer.megatron.evaluation import Evaluations
 from unicrond.agents.trainer.megatron.logs import LeadWriter, Trackers
 from unicrond.agents.trainer.megatron.runs import ScheduleRuns
 from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
@@ -59,7 +61,7 @@ class Adapter:
         self._runs: ScheduleRuns | None = None
         self._data: list[MicroBatchLoader] = []
         self._loaders = 0
-        self._evaluations = 0
+        self._evaluations = Evaluations(context)
         #: Samples consumed beyond what iterations and evaluations come to: a checkpoint can be of another batch size.
         self._train_offset = self._valid_offset = 0
         self._iteration = 0
@@ -90,6 +92,16 @@ class Adapter:
     @property
     def _in_leader_replica(self) -> bool:
         return self._hook is not None and self._hook.in_leader_replica
+
+    @property
+    def _prints(self) -> bool:
+        """Return whether this process is in the leader's replica, that of an urgent membership which is not followed
+        yet included: between two iterations, when the leader is lost, another prints what it would have."""
+        membership = None if self._hook is None else self._hook.member.membership
+        if membership is None:
+            return False
+        newest = self._context.channel.newest(membership.generation, urgent_only=True) or membership
+        return newest.members[0].replica == self._context.launch.replica
 
     @property
     def _args(self) -> Any:
@@ -131,7 +143,7 @@ class Adapter:
             return real_writer
 
         if getattr(args, flag, None) and args.rank == args.world_size - 1:
-            writer = LeadWriter(lambda: self._in_leader_replica, make)
+            writer = LeadWriter(lambda: self._prints, make)
             setattr(module, holder, writer)
 
     def _compile_once(self) -> None:
@@ -179,6 +191,13 @@ class Adapter:
             )
             self._data.append(data)
             return data
+        if flags.divides_evaluation(args):
+            return self._evaluations.add_loader(
+                name,
+                EvaluationLoader(
+                    build, dataset, args.global_batch_size, args.micro_batch_size, reads_ahead=args.num_workers > 0
+                ),
+            )
         if name == "valid" and not args.full_validation:
             return ValidationLoader(build, dataset, self._validated)
         return real(dataset, consumed, *rest, **options)
@@ -186,7 +205,7 @@ class Adapter:
     def _validated(self) -> int:
         """Return the samples of validation data that were used before the present evaluation."""
         args = self._args
-        return self._valid_offset + int(self._evaluations * args.eval_iters * args.global_batch_size)
+        return self._valid_offset + int(self._evaluations.count * args.eval_iters * args.global_batch_size)
 
     # --- training --------------------------------------------------------------------------------
 
@@ -244,12 +263,13 @@ class Adapter:
         self._train_offset = train - args.consumed_train_samples
         if not isinstance(args.eval_iters, list):
             self._valid_offset = valid - args.consumed_valid_samples
+            self._evaluations.set_offset(self._valid_offset)
 
     def _set_iteration(self, iteration: int) -> None:
         args = self._args
         args.iteration = self._iteration = iteration
         args.consumed_train_samples = self._train_offset + iteration * args.global_batch_size
-        self._evaluations = iteration // args.eval_interval if args.eval_interval else 0
+        self._evaluations.count = iteration // args.eval_interval if args.eval_interval else 0
         args.consumed_valid_samples = self._validated() if not isinstance(args.eval_iters, list) else 0
 
     def get_forward_backward_func(self, *arguments: Any, **options: Any) -> Any:
@@ -259,7 +279,7 @@ class Adapter:
         def forward_backward(*positional: Any, **keywords: Any) -> Any:
             """Run the schedule once for an evaluation, or for all of the iteration's micro-batches."""
             if keywords.get("forward_only", False):
-                return schedule(*positional, **keywords)
+                return self._evaluations.compute(self._runs, partial(schedule, *positional), keywords)
             assert self._step is not None and self._runs is not None
             self._request_stop(self._step.iteration)
             return self._runs.compute(self._step, partial(schedule, *positional), keywords)
@@ -281,7 +301,8 @@ class Adapter:
         """Call Megatron's; then commit the step, on all replicas. Raises _IterationChanged."""
         result = self._real["train_step"](*arguments, **options)
         step = self._step
-        assert step is not None
+        assert step is not None and self._hook is not None
+        self._evaluations.note_trainers(self._hook.member)
         self._iteration += 1
         if step.is_last and step.iteration == self._iteration:
             return result
@@ -308,7 +329,10 @@ class Adapter:
     def training_log(self, *arguments: Any, **options: Any) -> Any:
         """Call Megatron's with the whole task's workers, for which rates are logged."""
         args = self._args
-        world_size, args.world_size = args.world_size, args.world_size * (self._hook.replicas if self._hook else 1)
+        world_size, args.world_size = (
+            args.world_size,
+            args.world_size * (len(self._hook.member.peers) if self._hook else 1),
+        )
         try:
             return self._real["training_log"](*arguments, **options)
         finally:
@@ -316,17 +340,15 @@ class Adapter:
 
     def print_rank_last(self, message: Any, *rest: Any, **options: Any) -> None:
         """Print once for the task."""
-        if self._hook is None or self._in_leader_replica:
+        if self._hook is None or self._prints:
             self._real["print_rank_last"](message, *rest, **options)
 
     def evaluate_and_print_results(self, *arguments: Any, **options: Any) -> Any:
-        """Call Megatron's, on every replica: so none waits for another."""
+        """Call Megatron's, on every replica, each of which computes its share."""
         if self._hook is None:
             return self._real["evaluate_and_print_results"](*arguments, **options)
-        with self._section("evaluation"):
-            result = self._real["evaluate_and_print_results"](*arguments, **options)
-        self._evaluations += 1
-        return result
+        with self._section("evaluation"), self._evaluations.begin(self._hook.member, arguments[0], self._args):
+            return self._real["evaluate_and_print_results"](*arguments, **options)
 
     def checkpoint_and_decide_exit(self, *arguments: Any, **options: Any) -> Any:
         """Call Megatron's; it also ends where all have agreed on the end."""

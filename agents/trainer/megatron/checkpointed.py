@@ -124,10 +124,6 @@ class CheckpointedOptimizer(ShardedOptimizer):
     def _of_one_rank(self, rows: Rows) -> Any:
         """Return an optimizer that holds `rows`, aliased, but for masters of float32 parameters, which are the
         parameters."""
-        saved_attributes = [
-            (parameter, {name: value for name, value in vars(parameter).items() if name.startswith("main_param")})
-            for parameter in chain(*self.whole_groups)
-        ]
         whole = self._distributed(
             [ModelChunk(self._ddp_config)] * len(self._buffers),
             self._buffers,
@@ -135,10 +131,6 @@ class CheckpointedOptimizer(ShardedOptimizer):
             data_parallel_group_gloo=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
             data_parallel_group_idx=torch.distributed.get_rank(parallel_state.get_model_parallel_group()),
         )
-        for parameter, attributes in saved_attributes:  # it makes its own known there
-            for name in [name for name in vars(parameter) if name.startswith("main_param")]:
-                delattr(parameter, name)
-            vars(parameter).update(attributes)
         for parameter, shard in _pairs(whole):
             number = self._space_of(parameter)
             start, stop = self.spaces[number].places[parameter]

@@ -9,7 +9,8 @@ Rules
   what this replica will most likely begin the next one with. What is not asked for then is thrown away.
 * Every replica has a rank 0 that builds a data set's index where the cache holds none. The first builds it under a lock
   beside the cache (`index_lock`), the others find it there.
-* Validation data stands where an unbroken run would stand. Test data begins at 0.
+* Validation data stands where an unbroken run would stand, and test data begins at 0, also where a replica reads its
+  share of an evaluation only: a call of the schedule then counts as an iteration (`EvaluationLoader`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MicroBatchLoader:
         reads_ahead: bool = False,
     ) -> None:
         self._build = build
-        self._offset = offset
+        self.offset = offset
         self._dataset = dataset
         self._micro_batch = micro_batch
         self._micro_batches = global_batch // micro_batch
@@ -101,8 +102,11 @@ class MicroBatchLoader:
         return self._indices[iteration]
 
     def _seek(self, micro_batch: int) -> None:
-        loader = self._build(self._dataset, self._offset + micro_batch * self._micro_batch)
+        loader = self._loader_from(self.offset + micro_batch * self._micro_batch)
         self._collate, self._lists, self._next = loader.collate_fn, iter(loader.batch_sampler), micro_batch
+
+    def _loader_from(self, consumed: int) -> Any:
+        return self._build(self._dataset, consumed)
 
     def _next_indices(self) -> Any:
         """Return the sampler's next list; a cyclic one begins another epoch."""
@@ -124,6 +128,22 @@ class MicroBatchLoader:
             micro_batch = self._queue.pop(0)
             future = self._pending.pop((self._iteration, micro_batch), None)
             return self._read(self._indices_of(self._iteration)[micro_batch]) if future is None else future.result()
+
+
+class EvaluationLoader(MicroBatchLoader):
+    """Validation or test data, as training data: an iteration is a call of the schedule. Where nothing is requested it
+    goes on by itself, and behind its end it begins anew."""
+
+    def __next__(self) -> Any:
+        if not self._queue:
+            self.request(self._iteration + 1, range(self._micro_batches))
+        return super().__next__()
+
+    def _loader_from(self, consumed: int) -> Any:
+        try:
+            return self._build(self._dataset, consumed)
+        except AssertionError:  # Megatron's sampler has no samples left
+            return self._build(self._dataset, 0)
 
 
 class ValidationLoader:

@@ -15,7 +15,13 @@ from typing import Any
 from unicrond.events.megatron.command_line import CHECKED_FLAGS, REFUSED_FLAGS, TESTED, refusals
 from unicrond.events.vocabulary import TaskSpec
 
-__all__ = ["TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "newest_checkpoint", "require", "take_over"]
+__all__ = [
+    "TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "divides_evaluation", "newest_checkpoint",
+    "require", "take_over",
+]  # fmt: skip
+
+
+_BATCH_SIZES = ("global_batch_size", "micro_batch_size")
 
 
 class FlagsRefused(SystemExit):
@@ -115,6 +121,19 @@ def save_predicate(args: Any) -> Callable[[int], bool] | None:
     if not args.save:
         return None
     return lambda iteration: any(interval and iteration % interval == 0 for interval in intervals)
+
+
+def divides_evaluation(args: Any) -> bool:
+    """Return whether each replica evaluates on its share of the data: of one set, by means that add up, in
+    micro-batches of training's sizes."""
+    sizes = [getattr(args, f"eval_{name}", None) or getattr(args, name) for name in _BATCH_SIZES]
+    return not (
+        args.full_validation
+        or getattr(args, "multiple_validation_sets", False)
+        or getattr(args, "sft", False)
+        or isinstance(args.eval_iters, list)
+        or sizes != [getattr(args, name) for name in _BATCH_SIZES]
+    )
 
 
 def take_over(args: Any, say: Any) -> ReplacedFlags:

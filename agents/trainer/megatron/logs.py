@@ -30,6 +30,18 @@ class LeadWriter:
     def __bool__(self) -> bool:
         return self._leads() and self._real() is not None
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Return the class of the real one: Megatron's timers write to a SummaryWriter alone."""
+        real = self._real() if self._leads() else None
+        return LeadWriter if real is None else type(real)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other is the real one: Megatron's timers write to the module `wandb` alone."""
+        return self is other or (self._leads() and self._real() is other)
+
+    __hash__ = object.__hash__
+
     def _real(self) -> Any:
         if not self._writers:
             self._writers.append(self._make())

@@ -71,6 +71,25 @@ class ScheduleRuns:
         finalize(options["model"], None)
         return self._report(step) if self._in_last_stage else []
 
+    def evaluate(
+        self,
+        schedule: Callable[..., Any],
+        micro_batches: list[int],
+        options: dict[str, Any],
+        request: Callable[[list[int]], None],
+    ) -> Sequence[dict[str, Any]]:
+        """Run the schedule's forward passes for these micro-batches, for which `request` asks the loaders. Return what
+        each of them reports, in the last stage."""
+        group = _group_size(self._config)
+        try:
+            padded = self._pad(micro_batches)
+            request(padded)
+            reports: Sequence[dict[str, Any]] = schedule(**{**options, "num_microbatches": len(padded)})
+        finally:
+            if self._interleaved:
+                self._config.microbatch_group_size_per_vp_stage = group
+        return reports[: len(micro_batches)]
+
     def _compute_list(
         self, step: Step, schedule: Callable[..., Any], micro_batches: list[int], options: dict[str, Any]
     ) -> None:

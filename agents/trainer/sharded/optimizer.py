@@ -25,7 +25,7 @@ Rules
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -137,13 +137,23 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def get_grad_norm(self) -> float:
         """Return the norm of the whole gradient, over the replica's shards."""
-        gradients = [
-            parameter.main_grad.float()
-            for parameter in chain(*self.whole_groups)
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-        ]
-        norm: float = get_grad_norm_fp32(gradients, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
+        group = parallel_state.get_model_parallel_group()
+        norm: float = get_grad_norm_fp32(list(self._gradients()), grad_stats_parallel_group=group)
         return norm
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def count_zeros(self) -> float:
+        """Return how many elements of the whole gradient are zero, over the replica's shards."""
+        zeros = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in self._gradients())
+        total = torch.tensor([float(zeros)], device=self.spaces[0].data.device)
+        torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
+        return float(total)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the whole gradients, those that several shards have once."""
+        for parameter in chain(*self.whole_groups):
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+                yield parameter.main_grad.float()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self) -> Any:
@@ -265,12 +275,12 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _distributed(self, chunks: Sequence[Any], buffers: Mapping[int, Sequence[Any]], **groups: Any) -> Any:
         """Return Megatron's optimizer of these buffers. (Shards of fp32 parameters are views of them, and must be
-        leaves.)"""
+        leaves.) It makes its masters known at the parameters, for their norm: they would be a part of them."""
         param_groups = [
             {**options, "params": list(parameters)}
             for options, parameters in zip(self._options, self.whole_groups, strict=True)
         ]
-        return _get_megatron_optimizer_based_on_param_groups(
+        optimizer = _get_megatron_optimizer_based_on_param_groups(
             self.config,
             chunks,
             param_groups,
@@ -278,6 +288,10 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             intra_dist_opt_group=parallel_state.get_model_parallel_group(),
             **groups,
         )
+        for parameter in chain(*self.whole_groups):
+            for name in [name for name in vars(parameter) if name.startswith("main_param")]:
+                delattr(parameter, name)
+        return optimizer
 
     def _attach_rows(self, stepper: DistributedOptimizer, rows: Rows) -> None:
         models = [*stepper.model_float16_groups, *stepper.model_fp32_groups]

@@ -37,7 +37,8 @@ class Masked(torch.utils.data.Dataset):  # type: ignore[type-arg]
         drawn = torch.Generator().manual_seed(self._seed + number)
         text = torch.randint(MASK + 1, self._vocabulary, (self._length,), generator=drawn)
         hidden = (torch.arange(self._length) + number) % 7 == 0
-        return {"text": text.masked_fill(hidden, MASK), "labels": text, "loss_mask": hidden.float()}
+        sample = {"text": text.masked_fill(hidden, MASK), "labels": text, "loss_mask": hidden.float()}
+        return {**sample, "number": torch.tensor(number)}
 
 
 def data_sets(wanted: list[int]) -> tuple[Masked | None, ...]:
@@ -80,6 +81,8 @@ def loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def forward(samples: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(samples)
+    if not model.training:
+        print("evaluates", *batch["number"].tolist(), flush=True)
     text, labels, mask = batch["text"], batch["labels"], batch["loss_mask"]
     if get_args().own_model == "t5":
         size = text.shape[1]
