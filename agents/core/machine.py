@@ -85,7 +85,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from unicrond.agents.core import commands as orders
-from unicrond.agents.core import commits, exits, floods, joining, last_saves, reports, starting, stopping
+from unicrond.agents.core import commits, exits, floods, joining, last_saves, memberships, reports, starting, stopping
 from unicrond.agents.core import fork_server_messages as fork_server
 from unicrond.agents.core import stored_states as kept_states
 from unicrond.agents.core.agent_config import AgentConfig
@@ -113,6 +113,7 @@ from unicrond.agents.core.state import (
     TellForkServer,
     TimerFired,
     Unreadable,
+    WarrantRenewed,
     WorkerConnected,
     WorkerDisconnected,
     WorkerSaid,
@@ -138,6 +139,8 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             orders.commanded(transition, agent_input)
         case LogDecision():
             orders.apply_decision(transition, agent_input)
+        case WarrantRenewed():
+            memberships.renewed(transition, agent_input)
         case WorkerConnected(hello=hello):
             reports.connected(transition, hello)
         case WorkerSaid(worker=worker, message=message, now_us=now_us):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.agents.core import stopping
-from unicrond.agents.core.state import MAX_TASKS, TellWorker, WorkerRecord
+from unicrond.agents.core.state import MAX_TASKS, TellWorker, WarrantRenewed, WorkerRecord
 from unicrond.agents.core.transaction import Transition, newest_of
 from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.events.trust.membership_digest import place_of
@@ -30,6 +30,17 @@ def decided(transition: Transition, event: MembershipDecided, term: int, warrant
     if event.takes_stacks:
         stopping.take_members_stacks(transition, event.task, event.generation)
     _keep(transition, event, seats, warrant)
+
+
+def renewed(transition: Transition, renewal: WarrantRenewed) -> None:
+    """Store the new warrant of the task's present membership; that of another changes nothing."""
+    membership = transition.memory.memberships.get(renewal.task)
+    if membership is None or membership.generation != renewal.generation:
+        return
+    warrant = _warrant_here(transition, renewal.task, membership.members, renewal.warrant)
+    transition.remember(
+        memberships={**transition.memory.memberships, renewal.task: replace(membership, warrant=warrant)}
+    )
 
 
 def to_report(transition: Transition, record: WorkerRecord, report: WorkerJoinedGroup) -> WorkerJoinedGroup | None:

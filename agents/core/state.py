@@ -355,6 +355,14 @@ class LeaveNow(_StateStruct, frozen=True, kw_only=True):
     reason: str
 
 
+class WarrantRenewed(_StateStruct, frozen=True, kw_only=True):
+    """The head has signed the membership of this generation anew; the shell has verified it."""
+
+    task: Name
+    generation: int
+    warrant: str
+
+
 class HandOver(_StateStruct, frozen=True, kw_only=True):
     """This agent ends; its workers go on for the next one."""
 
@@ -363,6 +371,7 @@ Input: TypeAlias = (
     Commanded | LogDecision | WorkerConnected | WorkerSaid | WorkerHeldUp | WorkerDisconnected | ForkServerSaid
     | ForkServerDied | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld
     | NodeFaultInjected | Checked | LinksProbed | StacksTaken | Unreadable | Drain | LeaveNow | HandOver
+    | WarrantRenewed
 )  # fmt: skip
 
 

@@ -126,6 +126,14 @@ class Credentials:
         except BadSignature as error:
             raise BadPass(str(error)) from None
 
+    def problem(self, warrant: str, task: str, generation: int) -> str:
+        """Return why this node's peers would not take this warrant, with the node's place; "" where they would."""
+        try:
+            proven = verify_warrant(warrant, self.node, task, self._newest().authorities)
+        except BadSignature as error:
+            return str(error)
+        return "" if proven == generation else f"the warrant is of generation {proven}, not {generation}"
+
     def _newest(self) -> _Content:
         """Return the content of the file, or that before where it cannot be used."""
         content, version = self._content, file_version(self._path)

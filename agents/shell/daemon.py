@@ -100,7 +100,7 @@ class Agent(Shell):
         self._prober = LinkProber(options.node, options.address, self.feed)
         self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
         self._stacks = StackKeeper(options.node, self._processes.questions, MarkFiles(run_dir.marks), self.feed)
-        queries = NodeQueries(self, run_dir, self._processes, self._health)
+        queries = NodeQueries(self, run_dir, self._processes, self._health, self._memberships)
         self._log = EventLogKeeper(self, options, run_dir, self._departure, queries)
 
     def _config(self, driver: GpuDriver | None) -> AgentConfig:

@@ -28,6 +28,7 @@ from unicrond.agents.kubernetes.node_object import NodeObject
 from unicrond.agents.shell.departure import Departure
 from unicrond.agents.shell.duplicate_agent import LOOK_AT_REFUSALS_S, DuplicateAgents, DuplicateWatch, is_shut_out
 from unicrond.agents.shell.event_log_guard import LogGuard
+from unicrond.agents.shell.memberships import KnownAuthorities
 from unicrond.agents.shell.node_queries import NodeQueries
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.run_dir import RunDir
@@ -56,6 +57,7 @@ class EventLogKeeper:
         boot = shell.state.config.agent_boot
         self._duplicates = DuplicateAgents(boot, run_dir.previous_boot, options.heartbeat_s)
         self._look_for_duplicates = asyncio.Event()
+        self._authorities = KnownAuthorities(options.login)
         self._connection: Connection | None = None
         self._guard: LogGuard | None = None
 
@@ -198,6 +200,7 @@ class EventLogKeeper:
                 memory_free_bytes=host.memory_free_bytes(),
                 outbox_backlog=outbox_backlog,
                 outbox_backlog_us=outbox_backlog_us,
+                authorities=self._authorities(),
             )
             await beats.publish(envelope)
             due_s = max(due_s + self._options.heartbeat_s, loop.time())

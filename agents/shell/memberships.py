@@ -14,6 +14,7 @@ What a pass is and who accepts it: memory/peer_tokens.py. What travels under it:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,10 @@ import msgspec
 
 from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.shell.options import Options
+from unicrond.events.host.file_versions import FileVersion, file_version
+from unicrond.events.nats.login import Login
 from unicrond.events.trust.keys import BadKey, read_key
+from unicrond.events.trust.membership_digest import place_of
 from unicrond.events.vocabulary import Name, WorkerId
 
 if TYPE_CHECKING:
@@ -47,6 +51,46 @@ class Memberships:
         """Return the warrant of the task's present membership, "" where there is none."""
         membership = self._memberships().get(task)
         return membership.warrant if membership else ""
+
+    def problem(self, task: Name, generation: int, warrant: str) -> str:
+        """Return why this is no warrant of the task's present membership; "" where it is, or none is needed."""
+        membership = self._memberships().get(task)
+        if self._credentials is None or membership is None or membership.generation != generation:
+            return ""
+        node = self._credentials.node
+        return self._credentials.problem(
+            f"{warrant}.{place_of(node, (member.node for member in membership.members))}", task, generation
+        )
+
+
+class KnownAuthorities:
+    """Tells the CAs that an agent's files hold, for its heartbeats: Heartbeat.authorities."""
+
+    def __init__(self, login: Login) -> None:
+        self._login = login
+        self._versions: list[FileVersion | None] | None = None
+        self._names: tuple[str, ...] = ()
+
+    def __call__(self) -> tuple[str, ...]:
+        """Return the names; those of before where a file cannot be read."""
+        versions = [file_version(path) for path in self._login.files]
+        if versions != self._versions:
+            self._versions = versions
+            with suppress(ValueError, OSError):  # whoever connects says what is wrong with them
+                self._names = self._read()
+        return self._names
+
+    def _read(self) -> tuple[str, ...]:
+        key = read_key(self._login.key) if self._login.key else None
+        if key is not None and key.pem:
+            pem, ca = (key.pem if key.has_certificate else ""), key.ca
+        else:
+            pem, ca = "", self._login.tls_ca.read_text() if self._login.tls_ca else ""
+        if not ca:
+            return ("",)
+        from unicrond.events.trust.certificates import authorities_of  # needs an extra
+
+        return authorities_of(pem, ca)
 
 
 def credentials_of(options: Options) -> Credentials | None:

@@ -1,7 +1,7 @@
 """Reading a worker's log, the stacks of its threads or the marks of a task's workers from afar: one request and one
 reply over NATS, outside of the event stream.
 
-    unicron.v1.logs.<node>             served by the node's agent
+    unicron.v1.logs.<node>             served by the node's agent; it takes renewed warrants there too
     unicron.v1.logged.<node>.<token>   its answer, where no other node may write (logins.py)
 
 A follower asks again with `offset` set to the last reply's `next_offset`. Names obey their patterns, so no
@@ -46,7 +46,7 @@ COLLECTIVES_MAX = 64
 #: What one reply carries at most.
 MAX_LOG_BYTES = 64 * 1024
 _MAX_BODY_BYTES = MAX_LOG_BYTES + 4096
-T = TypeVar("T", "LogsRequest", "LogsReply")
+T = TypeVar("T", "LogsRequest", "LogsReply", "WarrantRenewal")
 
 
 class BadLogsMessage(ValueError):
@@ -69,6 +69,15 @@ class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stacks: bool = False
     marks: bool = False
     flight: bool = False
+
+
+class WarrantRenewal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new warrant of a membership that stands (events/trust/membership_certificates.py), without the node's place.
+    The answer is a LogsReply without data."""
+
+    task: Name
+    generation: Count
+    warrant: Annotated[str, Meta(max_length=4096)]
 
 
 class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,7 +148,7 @@ def answer_subject(node: Name, token: str) -> str:
     return f"{PREFIX}.logged.{node}.{token}"
 
 
-def encode(message: LogsRequest | LogsReply) -> bytes:
+def encode(message: LogsRequest | LogsReply | WarrantRenewal) -> bytes:
     """Encode a request or a reply."""
     return msgspec.msgpack.encode(message)
 
@@ -150,6 +159,14 @@ def decode_request(body: bytes) -> LogsRequest:
     if request.worker is not None and request.worker.rpartition(".")[0] != request.task:
         raise BadLogsMessage(f"$.worker: {request.worker} is not a worker of task {request.task}")
     return request
+
+
+def decode_renewal(body: bytes) -> WarrantRenewal | None:
+    """Decode a renewal; return None where the body is another request."""
+    try:
+        return _decode(body, WarrantRenewal)
+    except BadLogsMessage:
+        return None
 
 
 def decode_reply(body: bytes) -> LogsReply:

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from unicrond.events.trust.tls import HEAD_URI, NODE_URI
+from unicrond.events.vocabulary.field_types import AUTHORITIES_MAX
 
 #: Clocks of a cluster differ.
 CLOCKS = timedelta(hours=1)
@@ -102,6 +103,21 @@ def all_certificates(pem: bytes) -> list[x509.Certificate]:
 def first_certificate(pem: bytes) -> x509.Certificate:
     """Return the first certificate in PEM; other text around it is skipped. Raises BadCertificate."""
     return all_certificates(pem)[0]
+
+
+def authority_name(authority: x509.Certificate) -> str:
+    """Return a short name of the CA: the first 8 bytes of its fingerprint, in hexadecimal."""
+    return authority.fingerprint(hashes.SHA256()).hex()[:16]
+
+
+def authorities_of(pem: str, ca: str) -> tuple[str, ...]:
+    """Return the name of the CA that has signed the certificate in `pem`, "" where it holds none or another's, then of
+    each CA in `ca`. Raises BadCertificate."""
+    trusted = all_certificates(ca.encode()) if ca else []
+    certificate = first_certificate(pem.encode()) if pem else None
+    signers = [authority for authority in trusted if certificate and is_signed_by(certificate, authority)]
+    names = [authority_name(authority) for authority in trusted[: AUTHORITIES_MAX - 1]]
+    return (authority_name(signers[0]) if signers else "", *names)
 
 
 def names_of(certificate: x509.Certificate) -> tuple[str, ...]:

@@ -70,6 +70,9 @@ Signal: TypeAlias = Annotated[int, Meta(ge=1, le=127)]
 Flops: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: A sum of samples' hashes modulo 2**61.
 SamplesDigest: TypeAlias = Annotated[int, Meta(ge=0, lt=2**61)]
+#: A CA, by the first 8 bytes of its fingerprint (events/trust/certificates.py).
+AUTHORITIES_MAX = 16
+AuthorityOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 #: How many times as long as others.
 Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e6)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]

@@ -10,7 +10,9 @@ from msgspec import Meta
 from unicrond.events.vocabulary.base import Observation, Value
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
+    AUTHORITIES_MAX,
     SLOTS_MAX,
+    AuthorityOrNone,
     Boot,
     Count,
     Duration,
@@ -231,6 +233,8 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     oldest's age. `read_seq`: the last entry of its commands that this agent has handled; 0: none yet.
     `dropped_messages`: of its workers within the last minute or two, beyond their budgets; `flooding_worker`: whose are
     most. `echo_beat`: the last of its sender's own beats that NATS has given back to it; 0: not said.
+    `authorities`: the CA that has signed its certificate ("": it has none), then each CA that it trusts
+    (events/trust/certificates.py); empty: not said.
     """
 
     node: Name
@@ -245,6 +249,7 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     dropped_messages: Count = 0
     flooding_worker: WorkerOrNone = ""
     echo_beat: Count = 0
+    authorities: Annotated[tuple[AuthorityOrNone, ...], Meta(max_length=AUTHORITIES_MAX)] = ()
 
     @property
     def echo_lag(self) -> int:

@@ -14,8 +14,10 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
+from tests.agents.node import NODE, Node, membership
 from tests.events.certified import Certified, now
 from tests.integration.memory_nodes import OtherNode
+from unicrond.agents.core.state import WarrantRenewed
 from unicrond.agents.memory import server as memory_server
 from unicrond.agents.memory.peer_tokens import VALID_S, BadPass, Credentials, read_pass
 from unicrond.agents.memory.server import RequestSlots
@@ -24,7 +26,7 @@ from unicrond.agents.protocol.framing import Unframer, frame
 from unicrond.agents.protocol.memory import Memory, StateHead, digest_of
 from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching, ask, push
 from unicrond.agents.protocol.messages import GroupMembership, Passes
-from unicrond.agents.shell.memberships import credentials_of
+from unicrond.agents.shell.memberships import Memberships, credentials_of
 from unicrond.agents.shell.options import Options
 from unicrond.events.nats.connection import Login
 from unicrond.events.trust import membership_digest as roster
@@ -188,6 +190,23 @@ def test_roster_gives_each_node_a_place(count: int) -> None:
 def test_roster_place_of_many_nodes_fits_into_request() -> None:
     nodes = [f"a-long-name-of-a-node-as-clouds-give-them-{number:06}" for number in range(20_000)]
     assert len(roster.place_of(nodes[-1], nodes)) < 24_000
+
+
+def test_agent_takes_renewed_warrant_of_its_membership_alone(certified: Certified, warrant: Warrant) -> None:
+    node = Node()
+    node.tell(membership("a", 3, ["a.1"]), warrant="of the old certificate")
+    credentials_here = credentials(certified, NODE)
+    memberships = Memberships(lambda: node.state.memory.memberships, credentials_here)
+    good, of_next = warrant(nodes=(NODE,), generation=3), warrant(nodes=(NODE,), generation=4)
+    signed = good.partition(".")[0]
+    assert memberships.problem("a", 3, signed) == ""
+    assert memberships.problem("a", 3, "nonsense") == "it is not a warrant"
+    assert "of generation 4, not 3" in memberships.problem("a", 3, of_next.partition(".")[0])
+    assert "not for node" in memberships.problem("a", 3, warrant("n7", ("n7",), generation=3).partition(".")[0])
+    node.feed(WarrantRenewed(task="a", generation=4, warrant=signed))
+    assert memberships.warrant("a").startswith("of the old certificate."), "another membership's changes nothing"
+    node.feed(WarrantRenewed(task="a", generation=3, warrant=signed))
+    assert memberships.warrant("a") == good
 
 
 def test_worker_gets_passes_with_membership(certified: Certified, warrant: Warrant) -> None:

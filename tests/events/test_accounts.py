@@ -280,7 +280,10 @@ async def site_of(stack: AsyncExitStack, urls: list[str], keys: Path, ca: Path |
 @asynccontextmanager
 async def three_servers(directory: Path) -> AsyncIterator[Site]:
     users = [load_or_create_key(directory / "keys", login).user for login in LOGINS]
-    async with nats_cluster(directory / "nats", users=users) as cluster, AsyncExitStack() as stack:
+    async with (
+        nats_cluster(directory / "nats", logins="\n".join(server_accounts(users))) as cluster,
+        AsyncExitStack() as stack,
+    ):
         yield await site_of(stack, cluster.urls, directory / "keys", cluster.ca, 3)
 
 

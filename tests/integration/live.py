@@ -108,16 +108,20 @@ class Live:
             assert not open_report(await asyncio.to_thread(self.client.goodput))
 
     async def run(self, program: str, *arguments: str) -> str:
-        """What the program says, one of ours in a process of its own. It must end well."""
-        process = await asyncio.create_subprocess_exec(
-            str(Path(sys.executable).parent / program),
-            *arguments,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
-        assert process.returncode == 0, output.decode()
-        return output.decode()
+        return await printed_by(program, *arguments)
+
+
+async def printed_by(program: str, *arguments: str, status: int = 0) -> str:
+    """Run one of our programs; return what it prints. It must end with this status."""
+    process = await asyncio.create_subprocess_exec(
+        str(Path(sys.executable).parent / program),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert process.returncode == status, output.decode()
+    return output.decode()
 
 
 @asynccontextmanager

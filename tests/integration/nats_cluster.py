@@ -1,11 +1,13 @@
-"""Three nats-servers as one JetStream cluster, for tests: TLS and logins for clients, a SIGKILL for each."""
+"""Three nats-servers as one JetStream cluster, for tests: TLS and logins for clients, which change by a reload, and a
+SIGKILL for each."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+import signal
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,41 +18,37 @@ import trustme
 from unicrond.events.nats import streams as nats_streams
 from unicrond.events.nats.connection import Connection, Login
 from unicrond.events.nats.server_program import find_program
-from unicrond.events.trust.accounts import server_accounts
-from unicrond.events.trust.logins import User
 from unicrond.local.dev import free_port
 
 SIZE = 3
+_RELOADED = "Reloaded server configuration"
+_RELOAD_S = 30
 
 
 class NatsCluster:
-    """`urls` and `login` are what a client needs; `ca` and `seed` the files that the login names. `users`: who may log
-    in, each with its own rights; none: only `login`, which may do everything."""
+    """`urls` and `login` are what a client needs; `ca` and `seed` the files that the login names. `logins`: who may log
+    in, as lines of a server's configuration; "": only `login`, which may do everything."""
 
-    def __init__(self, directory: Path, sync: str, users: Sequence[User]) -> None:
+    def __init__(self, directory: Path, sync: str, logins: str) -> None:
         self.directory = directory
-        self._users = users
+        self._logins = logins
         self._sync = sync
         self._ports = [free_port() for _ in range(SIZE)]
         self._routes = [free_port() for _ in range(SIZE)]
         self.urls = [f"tls://127.0.0.1:{port}" for port in self._ports]
         self.ca, self.seed = directory / "ca.pem", directory / "user.nk"
         self.login = Login(nkey_seed=self.seed, tls_ca=self.ca)
+        self.authority = trustme.CA()
         self.servers: dict[str, asyncio.subprocess.Process] = {}
 
     def prepare(self) -> None:
         """Certificates, the user's key, and a configuration for each server."""
         self.directory.mkdir()
-        authority = trustme.CA()
-        certificate = authority.issue_cert("127.0.0.1")
-        authority.cert_pem.write_to_path(str(self.ca))
-        certificate.cert_chain_pems[0].write_to_path(str(self.directory / "server.pem"))
-        certificate.private_key_pem.write_to_path(str(self.directory / "server.key"))
+        self.trust(self.authority)
+        self.certify(self.authority)
         pair = nkeys.from_seed(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
         self.seed.write_bytes(bytes(pair.seed))
-        logins = f"authorization {{ users: [{{ nkey: {pair.public_key.decode()} }}] }}"
-        if self._users:
-            logins = "\n".join(server_accounts(self._users))
+        self.configure(self._logins or f"authorization {{ users: [{{ nkey: {pair.public_key.decode()} }}] }}")
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
         for number in range(SIZE):
             (self.directory / f"n{number}.conf").write_text(
@@ -58,11 +56,39 @@ class NatsCluster:
 server_name: n{number}
 listen: "127.0.0.1:{self._ports[number]}"
 tls {{ cert_file: "{self.directory}/server.pem", key_file: "{self.directory}/server.key" }}
-{logins}
+include "logins.conf"
 jetstream {{ store_dir: "{self.directory}/n{number}", sync_interval: {self._sync} }}
 cluster {{ name: unicron, listen: "127.0.0.1:{self._routes[number]}", routes: [{routes}] }}
 """
             )
+
+    def trust(self, *authorities: trustme.CA) -> None:
+        """Give the clients these CAs."""
+        self.ca.write_bytes(b"".join(authority.cert_pem.bytes() for authority in authorities))
+
+    def certify(self, authority: trustme.CA) -> None:
+        """Give the servers a certificate of this CA, from the next start or reload on."""
+        self.authority = authority
+        certificate = authority.issue_cert("127.0.0.1")
+        certificate.cert_chain_pems[0].write_to_path(str(self.directory / "server.pem"))
+        certificate.private_key_pem.write_to_path(str(self.directory / "server.key"))
+
+    def configure(self, logins: str) -> None:
+        """Say who may log in, from the next start or reload on: as `unicrond nats-config` prints it."""
+        (self.directory / "logins.conf").write_text(logins)
+
+    async def reload(self) -> None:
+        """Have each server read its configuration and its certificate again, as `nats-server --signal reload` does."""
+
+        def reloads() -> list[int]:
+            return [(self.directory / f"{name}.log").read_text().count(_RELOADED) for name in self.servers]
+
+        before = reloads()
+        for server in self.servers.values():
+            server.send_signal(signal.SIGHUP)
+        async with asyncio.timeout(_RELOAD_S):
+            while not all(now > then for now, then in zip(reloads(), before, strict=True)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # NATS tells its log alone
 
     async def start(self, name: str) -> None:
         """Start one server, again after a kill."""
@@ -84,9 +110,9 @@ cluster {{ name: unicron, listen: "127.0.0.1:{self._routes[number]}", routes: [{
 
 
 @asynccontextmanager
-async def nats_cluster(directory: Path, sync: str = "2m", users: Sequence[User] = ()) -> AsyncIterator[NatsCluster]:
+async def nats_cluster(directory: Path, sync: str = "2m", logins: str = "") -> AsyncIterator[NatsCluster]:
     """Three servers that will have ended. `sync`: how often they sync their disks; "2m" is NATS's own default."""
-    cluster = NatsCluster(directory, sync, users)
+    cluster = NatsCluster(directory, sync, logins)
     cluster.prepare()
     try:
         await asyncio.gather(*(cluster.start(f"n{number}") for number in range(SIZE)))

@@ -11,15 +11,24 @@ import pytest
 
 from tests.events.certified import now
 from unicrond.agents.memory.peer_tokens import BadPass, Credentials
+from unicrond.agents.shell.memberships import KnownAuthorities
 from unicrond.commands.cli import main
 from unicrond.events.nats import server_files
+from unicrond.events.nats.login import Login
 from unicrond.events.trust import membership_digest as roster
-from unicrond.events.trust.certificates import all_certificates, first_certificate, is_signed_by, names_of
+from unicrond.events.trust.certificates import (
+    all_certificates,
+    authority_name,
+    first_certificate,
+    is_signed_by,
+    names_of,
+)
 from unicrond.events.trust.keys import Key, make_key, rewrite_key, write_key
 from unicrond.events.trust.membership_certificates import make_warrant
 from unicrond.events.trust.signing import Signer
 from unicrond.intake.config import load
 from unicrond.service.trust import authority_roll
+from unicrond.service.trust.authority_roll import Phase, nodes_behind
 from unicrond.service.trust.node_certificates import authority_of, pem_for_node
 
 PHASES = ("trust", "certificate", "finish")
@@ -35,7 +44,8 @@ class Head:
         assert main(["tls-init", "--config", str(self.path), "--host", "head.example"]) == 0
 
     def roll(self, phase: str) -> int:
-        return main(["tls-init", "--config", str(self.path), "--roll", phase])
+        """No head runs, so no node is asked."""
+        return main(["tls-init", "--config", str(self.path), "--roll", phase, "--unheard"])
 
     def files(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in self.tls.iterdir() if path.suffix != ".new"}
@@ -99,6 +109,56 @@ def test_phase_out_of_turn_is_refused_with_next_one(
     before = head.files()
     assert head.roll(asked) == 2 and refusal in capsys.readouterr().err
     assert head.files() == before
+
+
+@pytest.mark.parametrize(
+    ("phase", "authorities", "signs_for_nats", "reason"),
+    [
+        (Phase.TRUST, None, True, "not heard"),
+        (Phase.TRUST, (), True, "its agent is of a version that does not say"),
+        (Phase.TRUST, ("old", "old"), False, "without the new CA"),
+        (Phase.TRUST, ("old", "old", "new"), True, ""),
+        (Phase.TRUST, ("", "old"), True, "without the new CA"),
+        (Phase.TRUST, ("", "servers"), False, ""),
+        (Phase.TRUST, ("", "old", "new"), True, ""),
+        (Phase.CERTIFICATE, ("old", "old", "new"), False, "with a certificate of the old CA"),
+        (Phase.CERTIFICATE, ("new", "old", "new"), True, ""),
+        (Phase.CERTIFICATE, ("", "old", "new"), True, ""),
+        (Phase.CERTIFICATE, ("", "old"), True, "without the new CA"),
+    ],
+)
+def test_phase_ends_when_node_has_what_next_one_needs(
+    phase: Phase, authorities: tuple[str, ...] | None, signs_for_nats: bool, reason: str
+) -> None:
+    behind = nodes_behind(phase, "new", {"n1": authorities}, signs_for_nats=signs_for_nats)
+    assert behind == ([f"n1 ({reason})"] if reason else [])
+
+
+def test_phase_is_refused_where_no_head_tells_of_nodes(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    assert head.roll("trust") == 0
+    before = head.files()
+    assert main(["tls-init", "--config", str(head.path), "--roll", "certificate"]) == 2
+    assert "no head tells which nodes have the new CA" in capsys.readouterr().err
+    assert head.files() == before and head.roll("certificate") == 0
+
+
+def test_agent_tells_authorities_of_its_key(head: Head, tmp_path: Path) -> None:
+    path, people = tmp_path / "n1.key", tmp_path / "ca.pem"
+    write_key(path, head.key("n1"))
+    shutil.copy(head.tls / "ca.pem", people)
+    of_key, of_ca = KnownAuthorities(Login(key=path)), KnownAuthorities(Login(user="u", tls_ca=people))
+    (old,) = map(authority_name, all_certificates(people.read_bytes()))
+    assert (of_key(), of_ca(), KnownAuthorities(Login())()) == ((old, old), ("", old), ("",))
+    assert head.roll("trust") == 0
+    _, new = map(authority_name, all_certificates((head.tls / "ca.pem").read_bytes()))
+    assert of_key() == (old, old)
+    rewrite_key(path, head.key("n1"))
+    assert of_key() == (old, old, new)
+    assert head.roll("certificate") == 0
+    rewrite_key(path, head.key("n1"))
+    assert of_key() == (new, old, new)
+    path.write_text("nonsense")
+    assert of_key() == (new, old, new)
 
 
 def test_roll_needs_ca_of_tls_init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

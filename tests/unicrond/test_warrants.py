@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.events.certified import Certified, now
+from unicrond.core.state.node_parts import AgentIdentity
+from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task, TaskStatus
+from unicrond.core.state.workers import Membership
 from unicrond.events.log.subjects import WARRANT_HEADER
+from unicrond.events.queries.worker_queries import decode_renewal
 from unicrond.events.trust import membership_digest as roster
 from unicrond.events.trust.certificates import first_certificate
 from unicrond.events.trust.membership_certificates import verify_warrant
@@ -21,10 +25,11 @@ from unicrond.events.vocabulary import (
     MembershipPart,
     SeatRun,
     StoreAddress,
+    TaskSpec,
 )
 from unicrond.events.vocabulary.placements import runs_of
 from unicrond.events.wire.envelope import Envelope
-from unicrond.service.trust.membership_certificates import Warrants
+from unicrond.service.trust.membership_certificates import WarrantRenewals, Warrants
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
 NODES = ("n1", "n2", "n3")
@@ -71,6 +76,60 @@ def test_torn_membership_gives_no_warrant(certified: Certified) -> None:
     for node in NODES:
         with pytest.raises(BadSignature, match="the warrant is not for node"):
             generation(certified, text, node)
+
+
+def node(name: str) -> Node:
+    agent = AgentIdentity(boot=1, version="1")
+    return Node(
+        name=name, status=NodeStatus.UP, slots=1, slots_max=1, address="", store=STORE, agent=agent, joined_us=0
+    )
+
+
+class Nodes:
+    """Three nodes of a task's membership, of which some do not answer."""
+
+    def __init__(self, silent: set[str]) -> None:
+        self.silent = silent
+        self.warrants: dict[str, list[str]] = {node: [] for node in NODES}
+
+    async def ask(self, node: str, body: bytes) -> None:
+        if node in self.silent:
+            raise RuntimeError("no answer")
+        renewal = decode_renewal(body)
+        assert renewal is not None and (renewal.task, renewal.generation) == ("a", 5)
+        self.warrants[node].append(renewal.warrant)
+
+    def counts(self) -> list[int]:
+        return [len(self.warrants[node]) for node in NODES]
+
+
+async def test_membership_is_signed_anew_once_for_each_certificate(certified: Certified) -> None:
+    membership = Membership(generation=5, members=MEMBERS, joiners=(), urgent=True, store=STORE, decided_us=0)
+    task = Task(
+        spec=TaskSpec(name="a"), status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=0, membership=membership
+    )
+    state = ClusterState(tasks={"a": task}, nodes={name: node(name) for name in NODES})
+    warrants, nodes, leads = Warrants(certified.server), Nodes({"n3"}), True
+    renewals = WarrantRenewals(warrants, lambda: state, nodes.ask, lambda: leads)
+    warrants.beside(enveloped(told(5, RUNS)))
+    await renewals.look()
+    assert nodes.counts() == [0, 0, 0], "this head has signed it with the present certificate"
+    certified.serve()
+    leads = False
+    await renewals.look()
+    assert nodes.counts() == [0, 0, 0], "a head that stands by sends nothing"
+    leads = True
+    for _ in range(2):
+        await renewals.look()
+        assert nodes.counts() == [1, 1, 0], "whoever has not answered is asked again"
+    nodes.silent.clear()
+    for _ in range(2):
+        await renewals.look()
+        assert nodes.counts() == [1, 1, 1]
+        assert [generation(certified, nodes.warrants[node][0], node) for node in NODES] == [5, 5, 5]
+    again = WarrantRenewals(Warrants(certified.server), lambda: state, nodes.ask, lambda: True)
+    await again.look()
+    assert nodes.counts() == [2, 2, 2], "another process does not know what this one has signed"
 
 
 def test_warrant_uses_newest_certificate(certified: Certified) -> None:

@@ -282,6 +282,7 @@ def _add_tls_command(commands: Commands) -> None:
             "replace the CA, in three phases: trust, certificate, finish; status says which comes next",
             choices=("trust", "certificate", "finish", "status"),
         ),
+        switch("--unheard", "with --roll: go on though nodes were not heard with the new CA; they are cut off"),
     )
 
 

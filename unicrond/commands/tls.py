@@ -12,6 +12,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from unicrond.commands.logins import client
+from unicrond.ctl.client import ApiError
 from unicrond.events.cli import command_line
 from unicrond.events.host.network_addresses import interface_addresses
 from unicrond.events.nats.server_files import replace
@@ -25,10 +27,12 @@ from unicrond.events.trust.certificates import (
 )
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.tls import Files, Tls, ca_key_of, files_of
-from unicrond.service.trust.authority_roll import AuthorityRoll, OutOfTurn, Phase
+from unicrond.service.trust.authority_roll import AuthorityRoll, OutOfTurn, Phase, nodes_behind
 from unicrond.service.trust.node_certificates import CA_DAYS, NoAuthority, authority_of
 
 DAYS = 397
+#: So many nodes a refusal names.
+_NODES_NAMED = 10
 _HOST = re.compile(
     r"(?=.{1,253}\Z)([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)*\Z"
 )
@@ -82,6 +86,8 @@ def _roll(arguments: argparse.Namespace, config: Config, files: Files, now: date
         match arguments.roll:
             case "trust":
                 has_changed = roll.trust(now)
+            case "certificate" | "finish" if behind := _behind(arguments, config, roll):
+                return command_line.fail("unicrond tls-init", behind, 2)
             case "certificate":
                 names = _names(arguments, config, before)
                 has_changed = roll.certificate(lambda ca: server_certificate(ca, names, now, arguments.days))
@@ -99,6 +105,27 @@ def _roll(arguments: argparse.Namespace, config: Config, files: Files, now: date
         return 0
     print(_PHASES[phase].format(ca=files.ca, cert=files.cert))
     return 0
+
+
+def _behind(arguments: argparse.Namespace, config: Config, roll: AuthorityRoll) -> str:
+    """Return why the phase in which the CA's replacement is may not end yet; "" where it may, or where `--unheard` says
+    so."""
+    before = {"certificate": Phase.TRUST, "finish": Phase.CERTIFICATE}[arguments.roll]
+    if arguments.unheard or roll.phase() is not before:
+        return ""
+    try:
+        nodes = client(config).authorities()
+    except ApiError as error:
+        return f"{error}; no head tells which nodes have the new CA: start it, or go on without their word (--unheard)"
+    behind = nodes_behind(before, roll.incoming(), nodes, signs_for_nats=config.nats_tls)
+    if not behind:
+        return ""
+    names = ", ".join(behind[:_NODES_NAMED])
+    more = f" and {len(behind) - _NODES_NAMED} more" if len(behind) > _NODES_NAMED else ""
+    return (
+        f"nodes stand on the old CA: {names}{more}; `unicrond enroll` each again, its key in place; revoke those "
+        "that are gone, or cut them off (--unheard)"
+    )
 
 
 #: Where the CA's replacement is, and what to do now.

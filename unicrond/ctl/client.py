@@ -226,6 +226,10 @@ class Client:
         """Revoke the login of the node's agent; return {"node", "seq"}."""
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/revoke", body={"reason": reason})
 
+    def authorities(self) -> dict[str, list[str] | None]:
+        """Return, by node, the CAs that its agent has (Heartbeat.authorities); None where it was not heard."""
+        return dict(self._object("GET", "/v1/authorities")["nodes"])
+
     def inject(self, order: dict[str, Any]) -> dict[str, Any]:
         """Order a fault (unicrond.core.rules.fault_targets.FaultOrder); return {"node", "worker", "seq"}."""
         return self._object("POST", "/v1/faults", body=order)

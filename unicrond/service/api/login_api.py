@@ -2,6 +2,7 @@
 
     POST /v1/nodes/NAME/enroll             {"key", "unused_h", "previous_h"}
     POST /v1/nodes/NAME/revoke             {"reason"}
+    GET  /v1/authorities                   by node, the CAs that its agent tells in its heartbeats
     POST /v1/pod-logins                    {"key"}, with the pod's token: enroll the node that this pod is
 
 Only the public part of a key comes here. A pod cannot name another pod's node: the API server says which pod a token is
@@ -20,6 +21,7 @@ from aiohttp import web
 
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.rules.requests import enrolment_problem
+from unicrond.core.state.state import NodeStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.host.kubernetes_account import POD_LOGINS
 from unicrond.events.trust.logins import BadLogin, agent_login
@@ -53,6 +55,7 @@ class LoginApi:
         return [
             web.post("/v1/nodes/{node}/enroll", self.enroll),
             web.post("/v1/nodes/{node}/revoke", self.revoke),
+            web.get("/v1/authorities", self.authorities),
             web.post(POD_LOGINS, self.enroll_pod),
         ]
 
@@ -61,6 +64,13 @@ class LoginApi:
         enrolment = await body_of(request, Enrolment)
         previous_until_us = time.time_ns() // 1000 + int(enrolment.previous_h * _HOUR_US) if enrolment.previous_h else 0
         return await self._enroll(request.match_info["node"], enrolment.key, enrolment.unused_h, previous_until_us)
+
+    async def authorities(self, _: web.Request) -> web.Response:
+        """Answer with Heartbeat.authorities of each node that may log in or is up; null where none was heard."""
+        state, beats = self._coordinator.state, self._coordinator.liveness.beats
+        names = {*state.logins, *(name for name, node in state.nodes.items() if node.status is NodeStatus.UP)}
+        heard = {name: beats[name].beat if name in beats else None for name in sorted(names)}
+        return answer({"nodes": {name: beat and beat.authorities for name, beat in heard.items()}})
 
     async def enroll_pod(self, request: web.Request) -> web.Response:
         """Allow the agent of the pod whose token comes with the request to log in with this key; answer with the node

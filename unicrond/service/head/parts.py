@@ -32,6 +32,7 @@ from unicrond.intake.tls import BadTls
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.connections import ApiConnections, connections_max
+from unicrond.service.api.worker_output import LogReader, LogsUnavailable
 from unicrond.service.coordinator.alarms import hold_alarms, outage_alarms, unsaved_alarms
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -48,13 +49,16 @@ from unicrond.service.head.side_jobs import Job, SideJobs
 from unicrond.service.head.startup import StartupStatus
 from unicrond.service.trust.certificates import Certificates
 from unicrond.service.trust.fuses import Fuses
-from unicrond.service.trust.membership_certificates import Warrants
+from unicrond.service.trust.membership_certificates import WarrantRenewals, Warrants
 from unicrond.service.trust.node_logins import NodeLogins, RoleLogins, remembered
 
 if TYPE_CHECKING:
     import signal
 
     from prometheus_client.core import Metric
+
+#: Of a node's answer to a new warrant.
+_RENEWAL_TIMEOUT_S = 3.0
 
 
 class Orders(NamedTuple):
@@ -102,8 +106,9 @@ class HeadParts:
         if config.has_keys:
             self._consumers = Consumers(links.connection, self._state, self._read_seq, live.is_set)
         self.proof = self.known_log.proof()
+        self._warrants = warrants_of(config)
         self.stream = NatsEventLog(
-            links.connection, extra_headers=beside(config), on_duration=appends.took, proof=self.proof
+            links.connection, extra_headers=beside(self._warrants), on_duration=appends.took, proof=self.proof
         )
         self.event_log = ArchivedLog(self.stream, config.archive)
         around = Surroundings(
@@ -143,8 +148,11 @@ class HeadParts:
         """Return the jobs at the entrance: the watch over floods, and with keys what keeps logins as the log says: who
         may log in, and what each agent may read."""
         entrance = partial(self._fuses.watch, self._links.watching)
+        jobs: dict[str, Job] = {"entrance": entrance}
+        if self._warrants is not None:
+            jobs["warrants"] = partial(self._once_folded, self._renewals(self._warrants).run)
         if self._consumers is None:
-            return {"entrance": entrance}
+            return jobs
         self._logins = NodeLogins(
             RoleLogins(self._config.keys, self._roles),
             self._links.server,
@@ -157,10 +165,20 @@ class HeadParts:
             shared=self._config.nats.shared,
         )
         return {
+            **jobs,
             "consumers": partial(self._once_folded, self._consumers.run),
-            "entrance": entrance,
             "logins": partial(self._once_folded, self._logins.run),
         }
+
+    def _renewals(self, warrants: Warrants) -> WarrantRenewals:
+        reader = LogReader(self._links.asking)
+
+        async def ask(node: str, body: bytes) -> None:
+            reply = await reader.ask(node, body, _RENEWAL_TIMEOUT_S)
+            if reply.error:
+                raise LogsUnavailable(reply.error)
+
+        return WarrantRenewals(warrants, self._state, ask, self.coordinator.live.is_set)
 
     def _settings(self, orders: Orders) -> HeadSettings:
         config, identity = self._config, self.known_log.read()
@@ -246,13 +264,18 @@ def fuse_obstacle(config: Config, server: EmbeddedServer | None) -> str:
     return "NATS accepts the shared login too (nats.auth: migrate)" if config.nats.shared is not None else ""
 
 
-def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
-    """Return what makes the headers of events: warrants, where nodes have certificates. Raises BadTls."""
+def beside(warrants: Warrants | None) -> Callable[[Envelope], dict[str, str]]:
+    """Return what makes the headers of events."""
+    return warrants.beside if warrants is not None else lambda _: {}
+
+
+def warrants_of(config: Config) -> Warrants | None:
+    """Return what signs warrants; None where nodes have no certificates. Raises BadTls."""
     if not config.certifies_nodes:
-        return lambda _: {}
+        return None
     cert = config.certificates.cert
     try:
-        return Warrants(cert).beside
+        return Warrants(cert)
     except (BadCertificate, OSError) as error:
         raise BadTls(f"{cert}: {error}; make another with `unicrond tls-init --renew`") from None
 

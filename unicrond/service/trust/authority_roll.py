@@ -7,6 +7,8 @@ Rules
   The old CA cannot sign the new one: it may sign nothing that is a CA (certificates.py).
 * The phase is what the files say; nothing else remembers it. ca-next.key holds the new CA's key and certificate in one
   file, and takes the place of ca.key last of all in `certificate`.
+* The phases `trust` and `certificate` end where each node has been heard with what the next one needs: its heartbeats
+  say which CAs its key carries, and which one has signed its certificate (`nodes_behind`).
 * Other heads have copies of these files, and a copy deletes nothing: ca-next.key counts only while ca.pem holds its CA
   behind the one that signs. `trust` never takes one over from an earlier replacement, whose key may be in wrong hands.
 * Each file is replaced whole, after what it needs: a phase that was cut off is the phase before, and can be repeated;
@@ -16,7 +18,7 @@ Rules
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +28,7 @@ from unicrond.events.trust.certificates import (
     Authority,
     BadCertificate,
     all_certificates,
+    authority_name,
     first_certificate,
     is_signed_by,
     make_authority,
@@ -50,6 +53,30 @@ class OutOfTurn(ValueError):
     """The phase that was asked for is not next; the text says which is."""
 
 
+def nodes_behind(
+    phase: Phase, incoming: str, nodes: Mapping[str, Sequence[str] | None], *, signs_for_nats: bool
+) -> list[str]:
+    """Return the nodes that would be cut off by the end of this phase, each with what it stands on.
+
+    `incoming`: the new CA. `nodes`: what each node says that it has (Heartbeat.authorities). `signs_for_nats`: the CA
+    has certified the NATS server too; else it matters to nodes with a certificate alone.
+    """
+    lines = []
+    for node, authorities in nodes.items():
+        if not authorities:
+            reason = "not heard" if authorities is None else "its agent is of a version that does not say"
+        elif not authorities[0] and not signs_for_nats:
+            continue
+        elif incoming not in authorities[1:]:
+            reason = "without the new CA"
+        elif phase is Phase.CERTIFICATE and authorities[0] not in ("", incoming):
+            reason = "with a certificate of the old CA"
+        else:
+            continue
+        lines.append(f"{node} ({reason})")
+    return lines
+
+
 class AuthorityRoll:
     """The files of a CA that is replaced: its certificates `ca`, its private key, and the head's certificate `cert`."""
 
@@ -67,6 +94,18 @@ class AuthorityRoll:
         if later and self._next.exists() and first_certificate(self._next.read_bytes()) in later:
             return Phase.TRUST
         return Phase.CERTIFICATE if len(authorities) > 1 else Phase.NONE
+
+    def incoming(self) -> str:
+        """Return the name of the CA that replaces the other, "" where none is replaced. Raises BadCertificate,
+        OSError."""
+        match self.phase():
+            case Phase.TRUST:
+                return authority_name(self._next_authority().certificate)
+            case Phase.CERTIFICATE:
+                authority = read_authority(self._ca.read_bytes(), self._key.read_bytes())
+                return authority_name(authority.certificate)
+            case _:
+                return ""
 
     def trust(self, now: datetime) -> bool:
         """Have ca.pem hold a new CA too; return whether anything has changed. Raises OutOfTurn, BadCertificate,

@@ -1,15 +1,25 @@
 """Warrants that go beside each membership (events/trust/membership_certificates.py), signed with the head's certificate
-of the moment.
+of the moment; and anew, for memberships that stand, once the head has another certificate.
+
+Rules
+-----
+* A membership may stand for months, and who trusts the new CA alone takes no warrant of the old one. So the head that
+  leads signs each again that this process has not signed with its present certificate, and sends it to the members'
+  nodes (worker_queries.WarrantRenewal) until each has answered. Nothing of it stands in the log.
+* So many nodes are asked in a second: after a takeover other things are more urgent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from unicrond.events.host.file_versions import file_version
+from unicrond.core.state.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.events.host.file_versions import FileVersion, file_version
 from unicrond.events.log.subjects import WARRANT_HEADER
+from unicrond.events.queries.worker_queries import WarrantRenewal, encode
 from unicrond.events.trust import membership_digest as roster
 from unicrond.events.trust.certificates import BadCertificate
 from unicrond.events.trust.membership_certificates import make_warrant
@@ -17,6 +27,9 @@ from unicrond.events.trust.signing import Signer
 from unicrond.events.vocabulary import MembershipDecided, MembershipPart
 from unicrond.events.vocabulary.placements import PartialMembership, add_part, broadcast_seats
 from unicrond.events.wire.envelope import Envelope
+
+LOOK_EVERY_S = 1.0
+_NODES_A_SECOND = 64
 
 
 def _now() -> datetime:
@@ -32,6 +45,8 @@ class Warrants:
         self._now = now
         self._file_version = file_version(cert)
         self._signer = Signer(cert.read_bytes())
+        #: By task, the generation of the last membership that was signed, and the certificate's file.
+        self._signed: dict[str, tuple[int, FileVersion | None]] = {}
         self._tellings: dict[str, PartialMembership | None] = {}
 
     def beside(self, envelope: Envelope) -> dict[str, str]:
@@ -47,8 +62,18 @@ class Warrants:
         return {}
 
     def _header(self, task: str, generation: int, nodes: Iterable[str]) -> dict[str, str]:
+        return {WARRANT_HEADER: self.sign(task, generation, nodes)}
+
+    def sign(self, task: str, generation: int, nodes: Iterable[str]) -> str:
+        """Return the warrant of a membership on these nodes."""
         self._look()
-        return {WARRANT_HEADER: make_warrant(self._signer, task, generation, roster.root(nodes), self._now())}
+        self._signed[task] = (generation, self._file_version)
+        return make_warrant(self._signer, task, generation, roster.root(nodes), self._now())
+
+    def is_signed(self, task: str, generation: int) -> bool:
+        """Say whether this has signed the task's membership of that generation, with the present certificate."""
+        self._look()
+        return self._signed.get(task) == (generation, self._file_version)
 
     def _look(self) -> None:
         """Sign with the newest certificate; certificates.py says what is wrong with one that cannot be used."""
@@ -60,3 +85,64 @@ class Warrants:
             self._signer = Signer(self._cert.read_bytes())
         except (BadCertificate, OSError):
             return
+
+
+class WarrantRenewals:
+    """Sends new warrants of memberships that stand. `ask`: sends a node a request, and returns once it has answered
+    that it has taken it; raises RuntimeError. `leads`: whether this head does."""
+
+    def __init__(
+        self,
+        warrants: Warrants,
+        state: Callable[[], ClusterState],
+        ask: Callable[[str, bytes], Awaitable[None]],
+        leads: Callable[[], bool],
+    ) -> None:
+        self._warrants = warrants
+        self._state = state
+        self._ask = ask
+        self._leads = leads
+        #: By task, the renewal, and the nodes that have still to take it.
+        self._waiting: dict[str, tuple[WarrantRenewal, set[str]]] = {}
+
+    async def run(self) -> None:
+        """Look now and then, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """Sign what is to be signed, and ask some of the nodes that have not taken it."""
+        if not self._leads():
+            return
+        state = self._state()
+        memberships = {
+            name: task.membership
+            for name, task in state.tasks.items()
+            if task.membership is not None and task.status is TaskStatus.ACTIVE
+        }
+        for name, membership in memberships.items():
+            generation = membership.generation
+            if not self._warrants.is_signed(name, generation):
+                nodes = {member.node for member in membership.members}
+                warrant = self._warrants.sign(name, generation, nodes)
+                self._waiting[name] = (WarrantRenewal(task=name, generation=generation, warrant=warrant), nodes)
+        self._waiting = {
+            name: (renewal, nodes)
+            for name, (renewal, nodes) in self._waiting.items()
+            if nodes and name in memberships and memberships[name].generation == renewal.generation
+        }
+        asked = [
+            (renewal, node, nodes)
+            for renewal, nodes in self._waiting.values()
+            for node in nodes
+            if node in state.nodes and state.nodes[node].status is NodeStatus.UP
+        ]
+        await asyncio.gather(*(self._send(*each) for each in asked[:_NODES_A_SECOND]))
+
+    async def _send(self, renewal: WarrantRenewal, node: str, nodes: set[str]) -> None:
+        try:
+            await self._ask(node, encode(renewal))
+        except RuntimeError:
+            return  # again at the next look
+        nodes.discard(node)

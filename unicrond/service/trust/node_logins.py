@@ -79,7 +79,7 @@ class RoleLogins:
         if user.login == login and user != self._users[login]:
             self._previous.append((self._users[login], now_us + int(SIDE_BY_SIDE_S * 1e6)))
             self._users[login] = user
-            log.info("the key of %s has changed; the one before holds for %g s", login, SIDE_BY_SIDE_S)
+            log.info("the key of %s has changed; an embedded server takes both for %g s", login, SIDE_BY_SIDE_S)
 
 
 class NodeLogins:
