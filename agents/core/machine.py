@@ -113,7 +113,6 @@ from unicrond.agents.core.state import (
     TellForkServer,
     TimerFired,
     Unreadable,
-    WarrantRenewed,
     WorkerConnected,
     WorkerDisconnected,
     WorkerSaid,
@@ -121,6 +120,7 @@ from unicrond.agents.core.state import (
 from unicrond.agents.core.transaction import Transition, newest_of
 from unicrond.agents.core.worker_budgets import WorkerHeldUp
 from unicrond.agents.protocol.messages import ProcessExitAck
+from unicrond.events.queries.worker_queries import WarrantRenewal
 from unicrond.events.vocabulary import LinksProbed, Observation, StacksTaken, StepCommitted, WorkerExited
 
 
@@ -139,7 +139,7 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             orders.commanded(transition, agent_input)
         case LogDecision():
             orders.apply_decision(transition, agent_input)
-        case WarrantRenewed():
+        case WarrantRenewal():
             memberships.renewed(transition, agent_input)
         case WorkerConnected(hello=hello):
             reports.connected(transition, hello)

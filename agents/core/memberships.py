@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicrond.agents.core import stopping
-from unicrond.agents.core.state import MAX_TASKS, TellWorker, WarrantRenewed, WorkerRecord
+from unicrond.agents.core.state import MAX_TASKS, TellWorker, WorkerRecord
 from unicrond.agents.core.transaction import Transition, newest_of
 from unicrond.agents.protocol.messages import GroupMembership
+from unicrond.events.queries.worker_queries import WarrantRenewal
 from unicrond.events.trust.membership_digest import place_of
 from unicrond.events.vocabulary import Member, MembershipDecided, MembershipPart, SeatRun, WorkerJoinedGroup
 from unicrond.events.vocabulary.placements import PartialMembership, add_part, broadcast_seats, joiners_of, members_of
@@ -32,7 +33,7 @@ def decided(transition: Transition, event: MembershipDecided, term: int, warrant
     _keep(transition, event, seats, warrant)
 
 
-def renewed(transition: Transition, renewal: WarrantRenewed) -> None:
+def renewed(transition: Transition, renewal: WarrantRenewal) -> None:
     """Store the new warrant of the task's present membership; that of another changes nothing."""
     membership = transition.memory.memberships.get(renewal.task)
     if membership is None or membership.generation != renewal.generation:

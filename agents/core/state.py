@@ -16,6 +16,7 @@ from unicrond.agents.core.worker_budgets import ReportDrops, WorkerBudget, Worke
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import FromForkServer, FromWorker, GroupMembership, Hello, ToForkServer, ToWorker
 from unicrond.events.log.log_identity import LogMark
+from unicrond.events.queries.worker_queries import WarrantRenewal
 from unicrond.events.vocabulary import (
     AnyCommand,
     Decision,
@@ -126,8 +127,7 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
     reported_commits: dict[Name, Position] = {}
 
 
-MAX_ANSWERED = 256
-MAX_GONE = 256
+MAX_ANSWERED = MAX_GONE = 256
 #: For how many tasks memberships and reports are remembered.
 MAX_TASKS = 64
 
@@ -355,23 +355,14 @@ class LeaveNow(_StateStruct, frozen=True, kw_only=True):
     reason: str
 
 
-class WarrantRenewed(_StateStruct, frozen=True, kw_only=True):
-    """The head has signed the membership of this generation anew; the shell has verified it."""
-
-    task: Name
-    generation: int
-    warrant: str
-
-
 class HandOver(_StateStruct, frozen=True, kw_only=True):
     """This agent ends; its workers go on for the next one."""
 
 
 Input: TypeAlias = (
     Commanded | LogDecision | WorkerConnected | WorkerSaid | WorkerHeldUp | WorkerDisconnected | ForkServerSaid
-    | ForkServerDied | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld
-    | NodeFaultInjected | Checked | LinksProbed | StacksTaken | Unreadable | Drain | LeaveNow | HandOver
-    | WarrantRenewed
+    | ForkServerDied | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld | Drain
+    | NodeFaultInjected | Checked | LinksProbed | StacksTaken | Unreadable | LeaveNow | HandOver | WarrantRenewal
 )  # fmt: skip
 
 

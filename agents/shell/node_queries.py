@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 
-from unicrond.agents.core.state import WarrantRenewed
 from unicrond.agents.output.query_service import answer
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.shell.health_keeper import HealthKeeper
@@ -64,7 +63,7 @@ class NodeQueries:
         """Take a renewed warrant; return why it is not taken, "" where it is, or concerns no membership of here."""
         problem = self._memberships.problem(renewal.task, renewal.generation, renewal.warrant)
         if not problem:
-            self._shell.feed(WarrantRenewed(task=renewal.task, generation=renewal.generation, warrant=renewal.warrant))
+            self._shell.feed(renewal)
         return problem
 
     def _marks_of(self, task: Name) -> dict[WorkerId, Mark]:

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from tests.agents.node import NODE, Node, membership
 from tests.events.certified import Certified, now
 from tests.integration.memory_nodes import OtherNode
-from unicrond.agents.core.state import WarrantRenewed
 from unicrond.agents.memory import server as memory_server
 from unicrond.agents.memory.peer_tokens import VALID_S, BadPass, Credentials, read_pass
 from unicrond.agents.memory.server import RequestSlots
@@ -29,6 +28,7 @@ from unicrond.agents.protocol.messages import GroupMembership, Passes
 from unicrond.agents.shell.memberships import Memberships, credentials_of
 from unicrond.agents.shell.options import Options
 from unicrond.events.nats.connection import Login
+from unicrond.events.queries.worker_queries import WarrantRenewal
 from unicrond.events.trust import membership_digest as roster
 from unicrond.events.trust.certificates import BadCertificate
 from unicrond.events.trust.keys import make_key, write_key
@@ -203,9 +203,9 @@ def test_agent_takes_renewed_warrant_of_its_membership_alone(certified: Certifie
     assert memberships.problem("a", 3, "nonsense") == "it is not a warrant"
     assert "of generation 4, not 3" in memberships.problem("a", 3, of_next.partition(".")[0])
     assert "not for node" in memberships.problem("a", 3, warrant("n7", ("n7",), generation=3).partition(".")[0])
-    node.feed(WarrantRenewed(task="a", generation=4, warrant=signed))
+    node.feed(WarrantRenewal(task="a", generation=4, warrant=signed))
     assert memberships.warrant("a").startswith("of the old certificate."), "another membership's changes nothing"
-    node.feed(WarrantRenewed(task="a", generation=3, warrant=signed))
+    node.feed(WarrantRenewal(task="a", generation=3, warrant=signed))
     assert memberships.warrant("a") == good
 
 

@@ -69,8 +69,8 @@ class LoginApi:
         """Answer with Heartbeat.authorities of each node that may log in or is up; null where none was heard."""
         state, beats = self._coordinator.state, self._coordinator.liveness.beats
         names = {*state.logins, *(name for name, node in state.nodes.items() if node.status is NodeStatus.UP)}
-        heard = {name: beats[name].beat if name in beats else None for name in sorted(names)}
-        return answer({"nodes": {name: beat and beat.authorities for name, beat in heard.items()}})
+        last_beats = {name: beats[name].beat if name in beats else None for name in sorted(names)}
+        return answer({"nodes": {name: beat and beat.authorities for name, beat in last_beats.items()}})
 
     async def enroll_pod(self, request: web.Request) -> web.Response:
         """Allow the agent of the pod whose token comes with the request to log in with this key; answer with the node

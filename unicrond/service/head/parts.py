@@ -174,6 +174,7 @@ class HeadParts:
         reader = LogReader(self._links.asking)
 
         async def ask(node: str, body: bytes) -> None:
+            """Send the node a new warrant. Raises LogsUnavailable where it does not take it."""
             reply = await reader.ask(node, body, _RENEWAL_TIMEOUT_S)
             if reply.error:
                 raise LogsUnavailable(reply.error)

@@ -132,13 +132,13 @@ class WarrantRenewals:
             for name, (renewal, nodes) in self._waiting.items()
             if nodes and name in memberships and memberships[name].generation == renewal.generation
         }
-        asked = [
+        requests = [
             (renewal, node, nodes)
             for renewal, nodes in self._waiting.values()
             for node in nodes
             if node in state.nodes and state.nodes[node].status is NodeStatus.UP
         ]
-        await asyncio.gather(*(self._send(*each) for each in asked[:_NODES_A_SECOND]))
+        await asyncio.gather(*(self._send(*each) for each in requests[:_NODES_A_SECOND]))
 
     async def _send(self, renewal: WarrantRenewal, node: str, nodes: set[str]) -> None:
         try:
