@@ -8,10 +8,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from tests.integration.live import TASK, live_cluster
 from tests.integration.object_store import S3Server
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import complete, failure_free, lose, stopped, task
 from unicrond.agents.trainer.states import checkpoint
+from unicrond.core.state.state import ClusterState
 from unicrond.events.vocabulary import CheckpointSaved, CheckpointSpec, SaveFailed, StateLoaded
 
 WORKERS = ["t.1", "t.2", "t.3"]
@@ -81,3 +83,41 @@ def test_iterations_go_on_while_s3_hangs(s3: S3Server, server: ForkServer, data:
         rig.until(lambda: rig.saved()[-1] > iteration, 60)
         newest = rig.saved()[-1]
         assert max(checkpoint.newest_iterations(rig.url, rig.task)) >= newest
+
+
+async def test_hanging_s3_raises_alarm_that_ends(s3: S3Server, tmp_path: Path) -> None:
+    """A cluster: iterations go on, `status` and /healthz have the alarm, `describe` the newest state; then it ends."""
+    url = s3.url("live")
+    async with live_cluster(tmp_path, nodes=3, workers=3) as live:
+        env = {**s3.environment, "UNICRON_SAVE_WAIT_S": "1"}
+        await live.submit(env=env, checkpoint={"interval": 5, "dir": url})
+        await live.until("a checkpoint", lambda state: TASK in state.tasks and newest(state) > 0)
+        s3.hang()
+        try:
+            state = await live.until("a failure", lambda state: state.tasks[TASK].progress.save_failures)
+            before, there = state.tasks[TASK].progress.iteration, newest(state)
+            await live.until("20 iterations", lambda state: state.tasks[TASK].progress.iteration > before + 20)
+            described = await live.run("unicronctl", "--url", live.dev.url, "describe", "task", TASK)
+            status = await live.run("unicronctl", "--url", live.dev.url, "status")
+            alarms = [
+                alarm["text"]
+                for alarm in live.client.health()["alarms"]
+                if alarm["alarm"].startswith("checkpoint-unsaved")
+            ]
+        finally:
+            s3.go_on()
+        assert url in described and f"newest of iteration {there}" in described
+        (alarm,) = alarms
+        assert f"{url} has not taken it since" in alarm
+        assert f"the newest in {url} is of iteration {there}" in alarm and "; so since " in alarm
+        assert "did not save the checkpoint of iteration" in status
+        await live.until("the alarm's end", lambda state: not state.tasks[TASK].progress.save_failures)
+        state = await live.until("newer ones", lambda state: newest(state) > before)
+        assert not [
+            alarm for alarm in live.client.health()["alarms"] if alarm["alarm"].startswith("checkpoint-unsaved")
+        ]
+        assert not state.closed_incidents and not state.incidents, "nobody was restarted for it"
+
+
+def newest(state: ClusterState) -> int:
+    return state.tasks[TASK].progress.checkpoint_iteration
