@@ -1,7 +1,7 @@
 """The coordinator of unicrond: pure core (state, fold, decide, planning) and the daemon around it.
 
-`from unicrond import Hook, Local, HuggingFaceTrainer` is for training scripts; what is behind it lives in
-`unicrond.agents.trainer`, and nothing else here knows it.
+`from unicrond import Hook, Local, HuggingFaceTrainer, LightningStrategy` is for training scripts; what is behind it
+lives in `unicrond.agents.trainer`, and nothing else here knows it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unicrond.agents.trainer.adapters.hugging_face import HuggingFaceTrainer as HuggingFaceTrainer
+    from unicrond.agents.trainer.adapters.lightning import LightningStrategy as LightningStrategy
     from unicrond.agents.trainer.loop.hook import Hook as Hook
     from unicrond.agents.trainer.loop.hook import Local as Local
 
@@ -21,6 +22,7 @@ VERSION = "0.1.0"
 _MODULES = {
     "Hook": "unicrond.agents.trainer.loop.hook",
     "HuggingFaceTrainer": "unicrond.agents.trainer.adapters.hugging_face",
+    "LightningStrategy": "unicrond.agents.trainer.adapters.lightning",
     "Local": "unicrond.agents.trainer.loop.hook",
 }
 

@@ -31,7 +31,13 @@ def task(name: str, directory: Path, iterations: int, global_batch: int, micro_b
         micro_batch=micro_batch,
         iterations=iterations,
         accumulation="exact",
-        env={LANES: "1", "OMP_NUM_THREADS": "1", "UNICRON_BUCKET_BYTES": "4096", "TRAINER_DIR": str(directory)},
+        env={
+            LANES: "1",
+            "OMP_NUM_THREADS": "1",
+            "UNICRON_BUCKET_BYTES": "4096",
+            "TRAINER_DIR": str(directory),
+            "LIGHTNING_DIR": str(directory),
+        },
         checkpoint=CheckpointSpec(interval=0, memory_interval=0),
     )
 
@@ -127,3 +133,40 @@ def test_ported_ddp_script_heals_to_the_losses_of_two_ranks_of_ddp(server: ForkS
     snapshot, expected = torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "alone.pt")
     assert snapshot["epoch"] == expected["epoch"] == 2
     torch.testing.assert_close(snapshot["model"], expected["model"], rtol=1e-5, atol=1e-6)
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def steps(text: str) -> list[tuple[str, float]]:
+    return [(name, float(loss)) for name, loss in re.findall(r"^(step \d+: .*) ([0-9.]+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_lightning_trainer_heals_to_the_losses_of_lightning_alone(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = RECIPES / "lightning_module.py"
+    text = program.read_text()
+    alone = text.replace("from unicrond import LightningStrategy\n", "").replace("LightningStrategy()", '"auto"')
+    assert len(text.splitlines()) == len(alone.splitlines()) + 1
+    (tmp_path / "alone.py").write_text(alone)
+    printed = {}
+    torch.set_num_threads(1)
+    for name, path in (("alone", tmp_path / "alone.py"), ("unbroken", program)):
+        monkeypatch.setenv("LIGHTNING_DIR", str(tmp_path / name))
+        runpy.run_path(str(path), run_name="__main__")
+        printed[name] = steps(capsys.readouterr().out)
+    heal(server, tmp_path, task("lightning_module", tmp_path / "healed", 12, 8, 2), "iteration=4,micro_batch=1", 9)
+    logs = [steps((tmp_path / f"t.{number}.log").read_text()) for number in (1, 2, 3)]
+    assert len(printed["alone"]) == 16, "twelve losses and four validations"
+    assert [line for log in logs for line in log] == printed["unbroken"]
+    for (name, loss), (name_alone, loss_alone) in zip(printed["unbroken"], printed["alone"], strict=True):
+        assert name == name_alone and loss == pytest.approx(loss_alone, abs=2e-6)
+    (healed,) = (tmp_path / "healed" / "checkpoints").iterdir()
+    states = [
+        torch.load(path, weights_only=False) for path in (healed, tmp_path / "unbroken/checkpoints" / healed.name)
+    ]
+    for state in states:
+        assert state["global_step"] == 12 and state["epoch"] == 3
+    assert all(torch.equal(weight, states[1]["state_dict"][name]) for name, weight in states[0]["state_dict"].items())

@@ -1,4 +1,4 @@
-"""What HuggingFaceTrainer takes of Trainer, and what it refuses; in a process that unicrond did not start."""
+"""What the adapters take of Hugging Face's and Lightning's Trainer, and refuse, in a process of no task."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unicrond import HuggingFaceTrainer
+from unicrond import HuggingFaceTrainer, LightningStrategy
 from unicrond.agents.trainer.adapters.hugging_face import _Progress
 from unicrond.agents.trainer.loop.examination import CannotAttach
 from unicrond.agents.trainer.loop.local import LocalHook, LocalStep
@@ -189,3 +191,99 @@ def test_loss_that_passes_over_the_number_of_items_is_refused(tmp_path: Path) ->
         histories.append(history(trainer))
     for expected, line in zip(*histories, strict=True):
         assert line == pytest.approx(expected, rel=1e-5)
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+class Line(lightning.LightningModule):  # type: ignore[misc]
+    """A line through eleven samples."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(2, 1)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.mse_loss(self.layer(batch["rows"]), batch["labels"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.layer.parameters(), 0.1)
+
+
+class Weights(lightning.Callback):  # type: ignore[misc]
+    """Notes the weights after each step; ends the training after the fourth where it is told to."""
+
+    def __init__(self, *, ends: bool = False) -> None:
+        self.ends = ends
+        self.rows: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self.rows.append(module.layer.weight.flatten().tolist())
+            trainer.should_stop = self.ends and len(self.rows) == 4
+
+
+def fit(strategy: Any, directory: Path, *callbacks: Any, module: Any = None, data: Any = None, **options: Any) -> Any:
+    trainer = lightning.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        default_root_dir=directory,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **{"accumulate_grad_batches": 3, "max_epochs": 3, **options},
+    )
+    trainer.fit(module or Line(), DataLoader(SAMPLES, 2) if data is None else data)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"max_steps": 5, "max_epochs": -1}])
+@pytest.mark.parametrize("ends", [False, True])
+def test_lightning_makes_the_steps_that_it_makes_alone(tmp_path: Path, ends: bool, options: dict[str, Any]) -> None:
+    """A short last batch in a full accumulation; an end before the task's."""
+    alone, ours = Weights(ends=ends), Weights(ends=ends)
+    fit("auto", tmp_path, alone, **options)
+    strategy = LightningStrategy()
+    fit(strategy, tmp_path, ours, **options)
+    assert len(alone.rows) == (4 if ends else min(6, options.get("max_steps", 6)))
+    assert ours.rows == [pytest.approx(row, rel=1e-5) for row in alone.rows]
+    assert strategy.hook is not None
+    assert strategy.hook.stop_reason == ("trainer.should_stop at step 4" if ends else "")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_weighs_a_short_accumulation_as_alone(tmp_path: Path) -> None:
+    """The last accumulation of an epoch has two batches of four."""
+    alone, ours = Weights(), Weights()
+    fit("auto", tmp_path, alone, accumulate_grad_batches=4)
+    fit(LightningStrategy(), tmp_path, ours, accumulate_grad_batches=4)
+    assert len(alone.rows) == 6 and ours.rows == [pytest.approx(row, rel=1e-5) for row in alone.rows]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"module": Line(automatic_optimization=False), "accumulate_grad_batches": 1},
+            "automatic_optimization = False: the module steps by itself",
+        ),
+        ({"limit_train_batches": 2}, "an epoch has all batches of its DataLoader here"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "the order of samples is taken once, from one DataLoader"),
+        ({"max_epochs": -1}, "give max_epochs or max_steps, the end of the task's iterations"),
+        (
+            {"data": {"a": DataLoader(SAMPLES, 2), "b": DataLoader(SAMPLES, 2)}},
+            "train_dataloader gives a second DataLoader",
+        ),
+        ({"data": [SAMPLES[0]]}, "train_dataloader gives a Tensor: the order of samples"),
+    ],
+)
+def test_lightning_option_is_refused_with_its_reason(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CannotAttach, match=re.escape(sentence)):
+        fit(LightningStrategy(), tmp_path, **options)

@@ -174,8 +174,8 @@ def _refuse_training_alone() -> None:
             name = type(optimizer).__name__
             raise TrainsAlone(
                 f"{name} has stepped {_STEPS_ALONE_MAX} times before Hook.attach: each worker trains alone. Loop over"
-                " hook.steps(); a trainer that owns the loop (Hugging Face, Lightning) has to give it up. What is"
-                " trained beforehand belongs into a script of its own"
+                " hook.steps(), or take HuggingFaceTrainer or LightningStrategy (docs/use/adapters.md). What is trained"
+                " beforehand belongs into a script of its own"
             )
 
     register_optimizer_step_pre_hook(count)
