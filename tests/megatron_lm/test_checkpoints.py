@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken, validated
-from unicrond.events.vocabulary import StateLoaded, WorkerBusy
+from unicrond.events.vocabulary import ErrorReported, StateLoaded, StopRequested, TaskStart, WorkerBusy
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 #: With Adam: of SGD stock writes states that it cannot load itself.
@@ -126,3 +127,34 @@ def test_death_during_save_or_evaluation_heals(server: ForkServer, tmp_path: Pat
     assert healed.completed.params_digest == calm.completed.params_digest
     assert "validation loss at iteration 4" in healed.logs["t.2"]
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "5"
+
+
+@pytest.mark.parametrize("flag", ["--exit-duration-in-mins 1", "--exit-signal-handler"])
+def test_exit_flag_ends_all_replicas_together(server: ForkServer, tmp_path: Path, flag: str) -> None:
+    with Rig(server, tmp_path, task(flag, model=MODEL.replace("--train-iters 5", "--train-iters 20000"))) as rig:
+        workers = ["t.1", "t.2", "t.3"]
+        rig.start(*workers)
+        rig.until(lambda: rig.ready(*workers) or rig.exits)
+        rig.tell(1, workers)
+        rig.until(lambda: rig.reached(5))
+        if "signal" in flag:
+            rig.signal("t.2", signal.SIGTERM)
+        outcome = ended(rig)
+        (stop, *_) = rig.of(StopRequested)
+    assert 5 <= outcome.completed.iteration < 20000
+    assert isinstance(stop, StopRequested) and stop.reason.startswith(flag)
+
+
+def test_name_submitted_again_with_other_rate_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    with Rig(server, tmp_path, replace(task(), start=TaskStart(run_id="first"))) as rig:
+        other = replace(task(model=TEN.replace("--lr 1e-3", "--lr 2e-3")), start=TaskStart(run_id="second"))
+        for number, spec in ((1, None), (2, other)):
+            worker = f"t.{number}"
+            rig.start(worker, spec=spec)
+            rig.until(lambda worker=worker: rig.ready(worker) or rig.exits.get(worker))  # type: ignore[misc]
+            rig.tell(number, [worker])
+            rig.until(lambda worker=worker: worker in rig.exits)  # type: ignore[misc]
+        (error,) = rig.of(ErrorReported, "t.2")
+        assert rig.exits["t.1"] == 0 != rig.exits["t.2"]
+    assert isinstance(error, ErrorReported)
+    assert "--lr: 1e-3 before, 2e-3 now" in error.message and "--restart" in error.message, error.message
