@@ -30,7 +30,18 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, TERM_SUBJECT, standing_subjects
-from unicrond.events.trust.logins import API, CACHE_STREAM, KEY_PATTERN, BadLogin, Rights, Role, User, rights, role_of
+from unicrond.events.trust.logins import (
+    AGENT_CALLS,
+    API,
+    CACHE_STREAM,
+    KEY_PATTERN,
+    BadLogin,
+    Rights,
+    Role,
+    User,
+    rights,
+    role_of,
+)
 from unicrond.events.wire.codec import API_PRODUCER
 
 #: Who connects without a login where there are none.
@@ -218,7 +229,9 @@ def _export_entry(loan: Loan) -> dict[str, Any]:
 def _import_entry(loan: Loan, account: NatsAccount) -> dict[str, Any]:
     """Format an import."""
     source, local = {"account": loan.lender, "subject": loan.subject}, local_name(loan.subject, account)
-    return {"service" if loan.is_service else "stream": source, **({"to": local} if local != loan.subject else {})}
+    share = {"share": True} if account is NatsAccount.AGENTS and loan.subject in AGENT_CALLS else {}  # says who asks
+    name = {"to": local} if local != loan.subject else {}
+    return {"service" if loan.is_service else "stream": source, **name, **share}
 
 
 def _user_entry(user: User) -> dict[str, Any]:

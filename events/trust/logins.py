@@ -50,6 +50,13 @@ _HEADS = f"KV_{HEADS_BUCKET}"
 #: A user's public nkey, as `events/vocabulary` has it.
 KEY_PATTERN = r"^U[A-Z2-7]{55}\Z"
 
+#: What agents ask of JetStream. The coordinator hears it too, with who asks, to count it (service/trust/fuses.py).
+AGENT_CALLS = (
+    f"{API}.STREAM.INFO.{EVENT_STREAM}",
+    *(f"{API}.CONSUMER.{call}.{EVENT_STREAM}.*" for call in ("INFO", "MSG.NEXT")),
+    *(f"{API}.DIRECT.GET.{EVENT_STREAM}.{subject}" for subject in (TERM_SUBJECT, *standing_subjects("*"))),
+)
+
 
 class Role(StrEnum):
     """The purpose of a login. `READER`: replay, and whoever looks. `SYSTEM`: the servers' own account."""
@@ -176,8 +183,8 @@ def _coordinator(inbox: str) -> Rights:
             *(f"{API}.STREAM.{verb}.{_HEADS}" for verb in ("CREATE", "INFO", "MSG.GET")),
             USER_INFO,
         ),
-        # Observations and heartbeats as the server hears them, to count what each node writes.
-        (inbox, f"$KV.{HEADS_BUCKET}.leader", f"{PREFIX}.obs.*.*", f"{PREFIX}.beat.*"),
+        # Observations, heartbeats and calls as the server hears them, to count them by node.
+        (inbox, f"$KV.{HEADS_BUCKET}.leader", f"{PREFIX}.obs.*.*", f"{PREFIX}.beat.*", *AGENT_CALLS),
     )
 
 

@@ -4,8 +4,9 @@ the log grows.
     python -m tests.benchmarks.flood --repetitions 5 --out flood.jsonl
 
 Each repetition kills a worker of a task on two nodes twice: while all is calm, and when a process has just begun to
-write with a third node's key, as fast as it can (`valid`: observations of 300 bytes; `junk`: messages of 760 KB). Its
-login ends by the head's fuse (unicrond/service/trust/fuses.py), and it gets another one for the next repetition.
+write with a third node's key, as fast as it can (`valid`: observations of 300 bytes; `junk`: messages of 760 KB;
+`calls`: of JetStream's API, which store nothing). Its login ends by
+the head's fuse (unicrond/service/trust/fuses.py), and it gets another one for the next repetition.
 Measured: until the transition of the killed worker's task is complete in the log; what the log grew by within 10 s of
 the flood's begin; what was sent, and for how long.
 """
@@ -30,7 +31,7 @@ from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.logins import Role
 
-SIZES_BYTES = {"valid": 300, "junk": 760_000}
+SIZES_BYTES = {"valid": 300, "junk": 760_000, "calls": 0}
 
 
 async def size_of(log: Connection) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 """Writes to the log with a node's key, as fast as one process can, until the server ends it: valid observations, or
-junk where they are to be larger than observations can be.
+junk where they are to be larger than observations can be; of size 0 calls of JetStream's API.
 
     python -m tests.integration.flooder URL KEY NODE SECONDS SIZE_BYTES
 
@@ -18,8 +18,9 @@ import nats.errors
 from nats.aio.client import Client
 
 from unicrond.events import vocabulary as v
-from unicrond.events.log.subjects import subject
+from unicrond.events.log.subjects import EVENT_STREAM, subject
 from unicrond.events.nats.connection import Login
+from unicrond.events.trust.logins import agent_login, inbox_prefix
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope
 
@@ -28,7 +29,7 @@ TEXT_BYTES_MAX = 1_000
 
 async def flood(url: str, key: Path, node: str, duration_s: float, size_bytes: int) -> dict[str, float]:
     """Join as the node, and write."""
-    client, ended = Client(), asyncio.Event()
+    client, ended, login = Client(), asyncio.Event(), agent_login(node)
 
     async def end() -> None:
         ended.set()
@@ -46,7 +47,10 @@ async def flood(url: str, key: Path, node: str, duration_s: float, size_bytes: i
         envelope = Envelope(producer=node, boot=boot, number=number, observed_at_us=1, event=event)
         is_junk = number > 1 and size_bytes > TEXT_BYTES_MAX
         try:
-            await client.publish(subject(envelope), b"x" * size_bytes if is_junk else encode(envelope))
+            if number > 1 and not size_bytes:
+                await client.publish(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", reply=f"{inbox_prefix(login)}.x")
+            else:
+                await client.publish(subject(envelope), b"x" * size_bytes if is_junk else encode(envelope))
             if number % 64 == 0:
                 await client.flush(timeout=10)
         except (nats.errors.Error, OSError, TimeoutError):

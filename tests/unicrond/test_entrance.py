@@ -14,7 +14,7 @@ from unicrond.events.trust.keys import make_key
 from unicrond.events.wire.codec import MAX_EVENT_BYTES
 from unicrond.service.trust.fuses import Fuses, producer_of
 
-KEY = make_key("agent-n1").user.key
+KEY, OTHER_KEY = make_key("agent-n1").user.key, make_key("agent-n2").user.key
 SECOND_US = 1_000_000
 
 
@@ -45,6 +45,33 @@ def test_agent_that_keeps_its_pace_is_never_a_flood(said: list[tuple[int, int]],
         heard_us = at_us if jitter_us == 0 else -(-at_us // jitter_us) * jitter_us
         assert not entrance.take("n1", size_bytes, heard_us)
     assert not entrance.excesses
+
+
+def info(acc: str, key: str) -> bytes:
+    return b'Nats-Request-Info: {"host":"127.0.0.1","id":7,"acc":"%s","user":"%s","lang":"python3"}\r\n' % (
+        acc.encode(),
+        key.encode(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_counted"),
+    [
+        (b"NATS/1.0\r\n" + info("AGENTS", KEY) + b"\r\n", True),
+        (b"NATS/1.0\r\n" + info("AGENTS", OTHER_KEY) + info("AGENTS", KEY) + b"\r\n", True),
+        (b"NATS/1.0\r\n" + info("AGENTS", KEY) + info("AGENTS", OTHER_KEY) + b"\r\n", False),
+        (b"NATS/1.0\r\n" + info("AGENTS", KEY) + b"X: y\r\n\r\n", False),
+        (b"NATS/1.0\r\n" + info("OPERATORS", KEY) + b"\r\n", False),
+        (b"", False),
+    ],
+    ids=["its own", "behind an invented one", "invented", "not the last", "another account's", "none"],
+)
+def test_call_counts_for_the_key_that_the_server_names_last(headers: bytes, is_counted: bool) -> None:
+    state = ClusterState(logins={"n1": NodeLogin(key=KEY)})
+    fuses = Fuses(lambda: state, lambda: 0, "")
+    for _ in range(ENTRANCE.size + 1):
+        fuses._take_call(b"", b"", b"", headers)
+    assert list(fuses.look()) == (["n1"] if is_counted else [])
 
 
 def test_entrance_is_wider_than_pace_in_everything() -> None:

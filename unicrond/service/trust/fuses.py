@@ -3,7 +3,8 @@
 Rules
 -----
 * What each node writes is counted as the server hears it (events/log/entrance.py), beside the log: a server that is
-  flooded stores what it has heard half a minute later.
+  flooded stores what it has heard half a minute later. So is what it asks of JetStream, in the same buckets: the server
+  adds to such a call whose it is, as the last header, in the place of any that the caller has made up.
 * Where a node writes too much and this head has the server, its login ends at once: the server drops the connection
   and what is still on the way, and people see NodeRevoked in the log. A person lets the node in again (`unicrond
   enroll`), and the counting begins anew. A pod is no person: while the alarm stands, its token gives it no key.
@@ -18,6 +19,7 @@ stored twice, 1 ms later (20 ms at the 99th percentile), at every fault; floods 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -29,11 +31,15 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events.log.entrance import Entrance
 from unicrond.events.log.subjects import PREFIX
 from unicrond.events.nats.connection import Connection
+from unicrond.events.trust.logins import AGENT_CALLS
 from unicrond.events.wire.codec import API_PRODUCER, COORDINATOR
 
 _OBSERVATIONS, _BEATS = f"{PREFIX}.obs.", f"{PREFIX}.beat."
 _HEAD_PRODUCERS = (API_PRODUCER, COORDINATOR)
 _AGAIN_S = 1.0
+_LOOK_AGAIN_US = 1_000_000
+#: The caller's key in the last header of a call from the agents' account.
+_CALLER = re.compile(rb'\r\nNats-Request-Info: \{[^\r\n]*?"acc":"AGENTS","user":"(U[A-Z2-7]{55})"[^\r\n]*\}\r\n\r\n\Z')
 #: A revocation that the log still lacks is asked for again after so long.
 _ASK_AGAIN_US = 5_000_000
 #: A flood that no fuse has ended is told of for so long after its last message.
@@ -60,6 +66,9 @@ class Fuses:
         self._monotonic_us = monotonic_us
         self._obstacle = obstacle
         self._entrance = Entrance()
+        #: By public key; looked up anew where it does not fit the logins.
+        self._nodes: dict[str, str] = {}
+        self._looked_us = -_LOOK_AGAIN_US
         self._fuses: dict[str, Fuse] = {}
         #: By node, why its fuse does not blow.
         self._obstacles: dict[str, str] = {}
@@ -71,6 +80,8 @@ class Fuses:
             try:
                 for subjects in (f"{_OBSERVATIONS}*.*", f"{_BEATS}*"):
                     await session.subscribe_raw(subjects, self._take)
+                for subjects in AGENT_CALLS:
+                    await session.subscribe_raw(subjects, self._take_call)
             except (nats.errors.Error, OSError):
                 await asyncio.sleep(_AGAIN_S)
                 continue
@@ -78,8 +89,28 @@ class Fuses:
 
     def _take(self, subject: bytes, _: bytes, body: bytes, __: bytes) -> None:
         """Count one message."""
-        node = producer_of(subject.decode("utf-8", "replace"))
-        is_excess = node and self._entrance.take(node, len(body), self._monotonic_us())
+        self._count(producer_of(subject.decode("utf-8", "replace")), len(body))
+
+    def _take_call(self, _: bytes, __: bytes, body: bytes, headers: bytes) -> None:
+        """Count one call of JetStream's API."""
+        if caller := _CALLER.search(headers):
+            self._count(self._node_with(caller[1].decode()), len(body))
+
+    def _node_with(self, key: str) -> str:
+        """Return the node that logs in with this public key; "" where none does."""
+        logins, now_us = self._state().logins, self._monotonic_us()
+        node = self._nodes.get(key, "")
+        if (node not in logins or not logins[node].has_key(key)) and now_us >= self._looked_us + _LOOK_AGAIN_US:
+            self._looked_us = now_us
+            self._nodes = {
+                every: name
+                for name, login in logins.items()
+                for every in (login.key, *(old.key for old in login.previous))
+            }
+        return self._nodes.get(key, "")
+
+    def _count(self, node: str, size_bytes: int) -> None:
+        is_excess = node and self._entrance.take(node, size_bytes, self._monotonic_us())
         if is_excess and node not in self._fuses and node not in self._obstacles:
             self.flooded.set()
 
