@@ -100,7 +100,7 @@ REDTEAM := $(addprefix tests/,$(addsuffix .py,\
   $(addprefix events/test_,accounts forgery tls jwt_logins) \
   $(addprefix unicrond/test_,authority access owners own_token connections side_jobs edge_events entry_costs entrance) \
   $(addprefix agents/test_,passes floods memory_server) \
-  $(addprefix integration/test_,keys rolled_credentials lying_node flooding_node deleted_log one_way_links)) \
+  $(addprefix integration/test_,keys lying_node flooding_node deleted_log one_way_links)) \
   integration/test_daemon.py::test_api_answers_beside_a_thousand_half_requests \
   integration/test_nats_cluster.py::test_log_deleted_on_three_servers_is_restored_under_training)
 redteam: $(STAMP)
