@@ -189,6 +189,7 @@ class ArchiveFollower:
 
     async def _problem(self) -> str:
         """Return why the log cannot be followed any more; "" where it can."""
+        read_seq = self.read_seq  # more may be read before the answer comes
         try:
             info = await api_once(self._connection, f"STREAM.INFO.{EVENT_STREAM}", {}, _LOOK_S)
         except (NoReply, JetStreamError) as error:
@@ -198,7 +199,7 @@ class ArchiveFollower:
             return f"NATS does not answer about the event log: {error}" if silent_s > _SILENCE_S else ""
         self._heard_s = time.monotonic()
         end = info["state"]["last_seq"]
-        return f"the event log ends at entry {end}, and entry {self.read_seq} was read" if end < self.read_seq else ""
+        return f"the event log ends at entry {end}, and entry {read_seq} was read" if end < read_seq else ""
 
 
 async def _apart(work: Callable[..., Any], *arguments: Any) -> Any:

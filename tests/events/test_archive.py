@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -22,7 +23,15 @@ from unicrond.events.log.segments import batch_frame, read_entries, segment_name
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
-from unicrond.events.nats.streams import NANOS, TRIMMING, JetStreamError, api, create_streams, event_stream_config
+from unicrond.events.nats.streams import (
+    NANOS,
+    TRIMMING,
+    JetStreamError,
+    api,
+    api_once,
+    create_streams,
+    event_stream_config,
+)
 from unicrond.events.wire.envelope import Entry, Envelope
 
 
@@ -214,6 +223,36 @@ async def test_deleted_log_ends_following_once_all_that_was_read_is_written(
         await asyncio.wait_for(task, 20)
     assert results[-1] == (42, 2, 0)
     SegmentWriter(tmp_path).close()  # the lock is free
+
+
+async def test_entries_that_come_behind_the_answer_about_the_end_are_no_fault(
+    nats_connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's answer is under way while the next entry is read."""
+    log, _ = await filled(nats_connection)
+    results: list[ArchiveResult] = []
+    follower = ArchiveFollower(nats_connection, tmp_path, 0.0, results.append)
+    answers = 0
+
+    async def slowly(*arguments: Any) -> dict[str, Any]:
+        nonlocal answers
+        answer = await api_once(*arguments)
+        if follower.read_seq >= 40:
+            answers += 1
+            await log.append([said(100 + answers)])
+            while follower.read_seq < 40 + answers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return answer
+
+    monkeypatch.setattr(follower_module, "api_once", slowly)
+    monkeypatch.setattr(follower_module, "_LOOK_S", 0.2)
+    task = await follows(follower, results, 40)
+    async with asyncio.timeout(20):
+        while answers < 3:
+            await asyncio.sleep(0.01)
+            assert not task.done(), await task
+    follower.stop()
+    await asyncio.wait_for(task, 20)
 
 
 async def test_follower_that_is_stopped_has_written_what_it_read(nats_connection: Connection, tmp_path: Path) -> None:
