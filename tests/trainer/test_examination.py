@@ -181,6 +181,7 @@ def test_document_has_every_sentence_of_attach() -> None:
         words = quote.replace("first.weight", "{name}").replace("last.weight", "{name}")
         words = words.replace("DistributedDataParallel, which", "{wrapper}, which")
         words = words.replace("AdamW has stepped 10", "{name} has stepped {_STEPS_ALONE_MAX}")
+        words = words.replace("LOCAL_RANK is not", "{error.args[0]} is not")
         words = words.replace("2.0 MiB", "{place.tensor.nbytes / 2**20:.1f} MiB")
         words = words.replace("of 4 micro", "of {len(micro_batches)} micro").split("; give")[0]
         assert words in source, quote
