@@ -199,9 +199,11 @@ def test_extras_provide_what_commands_need(metadata: str) -> None:
     brought_by = packages_distributions()
     for extra, modules in extras.MODULES.items():
         required = {canonicalize_name(Requirement(text).name) for text in installation.required(metadata, extra)}
-        for module in modules:
-            names = {canonicalize_name(name) for name in brought_by[module.partition(".")[0]]}
-            assert names & required, f"{extra} does not bring {module}"
+        for root in (module.partition(".")[0] for module in modules):
+            names = {
+                canonicalize_name(name) for name in brought_by.get(root, [root])
+            }  # s3fs is not in this environment
+            assert names & required, f"{extra} does not bring {root}"
 
 
 def test_foreign_package_with_name_of_our_folder_changes_nothing(built: tuple[Path, Path], tmp_path: Path) -> None:
