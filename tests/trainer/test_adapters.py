@@ -11,6 +11,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -153,6 +154,9 @@ def test_trainer_goes_on_where_a_state_received_in_mid_iteration_stands(
         ("auto_find_batch_size", True, "would change the micro-batches of one replica"),
         ("eval_on_start", True, "would have a worker that joins evaluate while the others wait"),
         ("enable_jit_checkpoint", True, "is not needed: the task's own states are saved when a node is drained"),
+        ("ignore_data_skip", True, "would have a worker that joins begin its epoch anew"),
+        ("push_to_hub", True, "is not handed on when the leader is lost"),
+        ("load_best_model_at_end", True, "needs a checkpoint that a lost leader may not have written"),
         ("include_num_input_tokens_seen", "all", "input tokens are not summed over replicas"),
         ("train_sampling_strategy", "batch_rebalance", "makes batches of several sizes for a number of ranks"),
         ("_n_gpu", 2, "Trainer sees 1 processes and 2 GPUs: without unicrond HuggingFaceTrainer trains in one process"),
@@ -271,6 +275,10 @@ def test_lightning_weighs_a_short_accumulation_as_alone(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         (
+            {"callbacks": [GradientAccumulationScheduler({0: 4})], "accumulate_grad_batches": 1},
+            "GradientAccumulationScheduler: an iteration has as many batches as the task says",
+        ),
+        (
             {"module": Line(automatic_optimization=False), "accumulate_grad_batches": 1},
             "automatic_optimization = False: the module steps by itself",
         ),
@@ -286,4 +294,9 @@ def test_lightning_weighs_a_short_accumulation_as_alone(tmp_path: Path) -> None:
 )
 def test_lightning_option_is_refused_with_its_reason(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CannotAttach, match=re.escape(sentence)):
-        fit(LightningStrategy(), tmp_path, **options)
+        fit(
+            LightningStrategy(),
+            tmp_path,
+            *options.get("callbacks", ()),
+            **{name: value for name, value in options.items() if name != "callbacks"},
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -185,6 +186,18 @@ def test_document_has_every_sentence_of_attach() -> None:
         words = words.replace("2.0 MiB", "{place.tensor.nbytes / 2**20:.1f} MiB")
         words = words.replace("of 4 micro", "of {len(micro_batches)} micro").split("; give")[0]
         assert words in source, quote
+
+
+@pytest.mark.parametrize("rates", [[0.1] * 11, [0.0] * 11, [0.0] * 10 + [0.1]])
+def test_ten_iterations_that_change_nothing_are_refused_unless_no_rate_was_set(rates: list[float]) -> None:
+    model = Net()
+    examination_of = examination.examine([model], torch.optim.SGD(model.parameters(), 0.1), None)
+    with contextlib.ExitStack() as stack:
+        for iteration, rate in enumerate(rates, 1):
+            examination_of.optimizers[0].param_groups[0]["lr"] = rate
+            if iteration == 11 and any(rates[:10]):
+                stack.enter_context(pytest.raises(CannotAttach, match="10 iterations have changed no parameter"))
+            examination_of.compare(iteration, loss_scaled=False)
 
 
 def test_attach_refuses_scheduler_without_state() -> None:

@@ -206,6 +206,18 @@ class Numbers(IterableDataset[torch.Tensor]):
         yield from (torch.tensor([number, random.random()]) for number in range(self.size))
 
 
+class ShuffledNumbers(Numbers):
+    """The same in an order that is drawn where it begins, through a buffer."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = random.sample(range(self.size), self.size)
+        buffer = order[:3]
+        for number in (*order[3:], -1, -1, -1):
+            place = random.randrange(len(buffer))
+            yield torch.tensor([buffer.pop(place), random.random()])
+            buffer += [number] * (number >= 0)
+
+
 class PlacedNumbers(Numbers):
     """The same with a state."""
 
@@ -235,23 +247,24 @@ def read(loader: StreamLoader, iteration: int, micro_batches: list[int]) -> list
     return list(loader(Scripted(iteration, micro_batches, [])))
 
 
-@pytest.mark.parametrize("kind", [Numbers, PlacedNumbers])
+@pytest.mark.parametrize("kind", [Numbers, ShuffledNumbers, PlacedNumbers])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_stream_gives_each_micro_batch_its_samples_whoever_reads_it(kind: type[Numbers], num_workers: int) -> None:
     """Beginning anew in mid-iteration; and a newcomer reads on where another stands, in an iteration or after it."""
-    loader = StreamLoader(kind(), STREAM, num_workers=num_workers)
+    loader, alone = StreamLoader(kind(), STREAM, num_workers=num_workers), StreamLoader(kind(), STREAM)
+    expected = {iteration: read(alone, iteration, [0, 1]) for iteration in range(1, len(FIRST) + 1)}
     whole: dict[int, list[torch.Tensor]] = {}
     for iteration, numbers in enumerate(FIRST, 1):
         whole[iteration] = read(loader, iteration, [0, 1])
-        assert torch.cat(whole[iteration])[:, 0].tolist() == numbers
+        if kind is not ShuffledNumbers:
+            assert torch.cat(whole[iteration])[:, 0].tolist() == numbers
         for later in (iteration, iteration + 1):
             dataset = kind()
             newcomer = StreamLoader(dataset, STREAM)
             newcomer.load_state_dict(loader.state_dict())
             for known in range(later, len(FIRST) + 1):
-                (batch,) = read(newcomer, known, [1])
-                assert known not in whole or torch.equal(batch, whole[known][1]), "random numbers too"
-                assert batch[:, 0].tolist() == FIRST[known - 1][2:]
+                batches = read(newcomer, known, [1, 0])
+                assert torch.equal(torch.stack(batches), torch.stack(expected[known][::-1])), "random numbers too"
             assert newcomer.state_dict()["places"][0][0] <= len(FIRST)
 
 

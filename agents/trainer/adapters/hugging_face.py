@@ -21,7 +21,6 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -270,13 +269,6 @@ class HuggingFaceTrainer(transformers.Trainer):  # type: ignore[misc]
         with self._section("checkpoint"):
             if self.is_world_process_zero():
                 super()._save_checkpoint(model, trial)
-            elif self.state.best_global_step:
-                best = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.best_global_step}"
-                self.state.best_model_checkpoint = str(best)
-
-    def _load_best_model(self) -> None:
-        if self.is_world_process_zero():  # it alone knows that the files are whole
-            super()._load_best_model()
 
 
 def _refusals(trainer: HuggingFaceTrainer, resume_from_checkpoint: Any, trial: Any) -> Iterator[str]:
@@ -295,6 +287,9 @@ def _refusals(trainer: HuggingFaceTrainer, resume_from_checkpoint: Any, trial: A
         "torch_compile": "is untested here; compile the model itself (model.compile()) before the Trainer is made",
         "auto_find_batch_size": "would change the micro-batches of one replica; give per_device_train_batch_size",
         "eval_on_start": "would have a worker that joins evaluate while the others wait; call trainer.evaluate()",
+        "ignore_data_skip": "would have a worker that joins begin its epoch anew; no data is skipped here",
+        "push_to_hub": "is not handed on when the leader is lost; push the saved model after the task",
+        "load_best_model_at_end": "needs a checkpoint that a lost leader may not have written; load it after the task",
         "enable_jit_checkpoint": "is not needed: the task's own states are saved when a node is drained",
     }
     for name, reason in reasons.items():

@@ -23,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -280,6 +281,11 @@ def _lightning_refusals(trainer: pl.Trainer) -> Iterator[str]:
         yield (
             "lightning.Trainer(reload_dataloaders_every_n_epochs): the order of samples is taken once, from one"
             " DataLoader; leave it out"
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        yield (
+            "GradientAccumulationScheduler: an iteration has as many batches as the task says, from the first to the"
+            " last; leave it out, and give accumulate_grad_batches"
         )
     if trainer.ckpt_path:
         yield (

@@ -80,6 +80,8 @@ class Examination:
     _flags: tuple[bool, ...] = ()
     #: Of all parameters before the first iteration, 0: this process does not know them.
     _first_digest: int = 0
+    #: Whether an optimizer had a learning rate in one of the first iterations.
+    _has_rate: bool = False
 
     def __post_init__(self) -> None:
         self._flags = tuple(parameter.requires_grad for _, parameter in self.parameters)
@@ -107,13 +109,15 @@ class Examination:
                 )
 
     def _require_training(self, iteration: int) -> None:
+        if iteration <= IDLE_ITERATIONS_MAX:
+            self._has_rate |= any(self._learning_rates())
         trained = [parameter for _, parameter in self.parameters if parameter.requires_grad]
         if iteration not in (1, 1 + IDLE_ITERATIONS_MAX) or not trained:
             return
         digest = ParameterDigest(trained).number()
         if iteration == 1:
             self._first_digest = digest
-        elif digest == self._first_digest and any(self._learning_rates()):
+        elif digest == self._first_digest and self._has_rate:
             raise CannotAttach(
                 f"{IDLE_ITERATIONS_MAX} iterations have changed no parameter: call backward() for each micro-batch, and"
                 " optimizer.step() after the loop over the step, with no zero_grad() between them"

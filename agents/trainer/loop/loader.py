@@ -253,6 +253,10 @@ class Loader:
             step.seed(micro_batch)
             yield batch
 
+    def __bool__(self) -> bool:
+        """Return True, also where there is no length."""
+        return True
+
     def __len__(self) -> int:
         """Return the iterations of an epoch of a program's own DataLoader. Raises TypeError for a dataset."""
         if not isinstance(self._sampling, DataLoaderOrder):

@@ -18,7 +18,7 @@ What does not live here: datasets whose samples have numbers (`loader.py`).
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -52,11 +52,13 @@ class _Iterations(IterableDataset):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[tuple[list[Any], StreamPlace]]:
         epoch, count, state = self._place
-        stream = self._begin(epoch, count, state)
-        for iteration in itertools.count(self._first):
+        batch = self._sampling.global_batch
+        number = (self._first - 1) * batch
+        stream = self._begin(epoch, number, count, state)
+        while True:
             samples: list[Any] = []
-            while len(samples) < self._sampling.global_batch:
-                seed_dataset(work_seed(self._sampling.seed, iteration, len(samples), purpose="data"))
+            while len(samples) < batch:
+                self._seed(number)
                 try:
                     samples.append(next(stream))
                 except StopIteration:
@@ -66,19 +68,31 @@ class _Iterations(IterableDataset):  # type: ignore[misc]
                             " begins anew each time"
                         ) from None
                     epoch, count = epoch + 1, 0
-                    stream = self._begin(epoch, 0, None)
+                    stream = self._begin(epoch, number, 0, None)
                 else:
-                    count += 1
+                    count, number = count + 1, number + 1
             yield samples, StreamPlace(epoch, count, state_of(self._dataset))
 
-    def _begin(self, epoch: int, count: int, state: dict[str, Any] | None) -> Iterator[Any]:
-        """Return the samples from there on: what comes before is read and dropped where the stream has no state."""
+    def _begin(self, epoch: int, number: int, count: int, state: dict[str, Any] | None) -> Iterator[Any]:
+        """Return the samples from the task's `number`-th on; `count` of the epoch's come before it. Where the stream
+        has no state these are read again and dropped, each under its own seed: what they draw may be the order of those
+        that follow."""
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
+        first = number if state is not None else number - count
+        self._seed(first)
         if state is not None:
             self._dataset.load_state_dict(state)
-            return iter(self._dataset)
-        return itertools.islice(iter(self._dataset), count, None)
+        stream: Iterator[Any] = iter(self._dataset)
+        for dropped in range(first, number):
+            self._seed(dropped)
+            next(stream)
+        return stream
+
+    def _seed(self, number: int) -> None:
+        """Seed what the stream draws for the task's `number`-th sample, from 0."""
+        iteration, place = divmod(number, self._sampling.global_batch)
+        seed_dataset(work_seed(self._sampling.seed, iteration + 1, place, purpose="data"))
 
 
 class StreamLoader:
@@ -191,5 +205,5 @@ def state_of(dataset: Any) -> dict[str, Any] | None:
     """Return the state of a stream; None where it has none."""
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return None
-    state: dict[str, Any] = dataset.state_dict()
+    state: dict[str, Any] = copy.deepcopy(dataset.state_dict())  # it may be what the dataset goes on with
     return state

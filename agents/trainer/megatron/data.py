@@ -140,10 +140,9 @@ class EvaluationLoader(MicroBatchLoader):
         return super().__next__()
 
     def _loader_from(self, consumed: int) -> Any:
-        try:
-            return self._build(self._dataset, consumed)
-        except AssertionError:  # Megatron's sampler has no samples left
-            return self._build(self._dataset, 0)
+        """Go on behind the end as who has read up to it does, wherever this process begins."""
+        whole = len(self._dataset) // self._micro_batch * self._micro_batch
+        return self._build(self._dataset, consumed % whole if whole else 0)
 
 
 class ValidationLoader:
