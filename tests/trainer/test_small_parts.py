@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,11 @@ from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, ToWorker
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.entry.worker import script_arguments
+from unicrond.agents.trainer.groups import shared_results
+from unicrond.agents.trainer.groups.shared_results import SharedResults
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
 from unicrond.agents.trainer.loop import corpus
-from unicrond.events.vocabulary import TaskSpec, WorkerReady
+from unicrond.events.vocabulary import StoreAddress, TaskSpec, WorkerReady
 
 
 def test_fault_parser_reads_orders() -> None:
@@ -151,3 +154,25 @@ def test_arguments_of_a_script_take_numbers_of_the_task_where_they_are_alone() -
     args = ("{iterations}", "--batch={global_batch}", "--out", "out_{iterations}.pt", "{lr}", "{seed}")
     spec = TaskSpec(name="t", entry="loop.py", iterations=70, global_batch=24, micro_batch=2, seed=5, args=args)
     assert script_arguments(spec) == ["70", "--batch=24", "--out", "out_{iterations}.pt", "{lr}", "5"]
+
+
+def test_silent_store_of_results_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls have no limit of their own; who has none goes on alone."""
+    monkeypatch.setattr(shared_results, "ANSWER_MAX_S", 0.5)
+    lines = "import signal, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)"
+    words = [sys.executable, "-c", f"{lines}; print(s.port, flush=True); signal.pause()"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            results = SharedResults("big")
+            results.begin(StoreAddress(host="127.0.0.1", port=int(server.stdout.readline())), "first")
+            results.publish("a", b"1")
+            assert results.are_there(["a"]) and not results.are_there(["a", "b"])
+            assert results.take(["a", "b"]) == {"a": b"1"}
+            server.send_signal(signal.SIGSTOP)
+            assert not results.are_there(["a"]) and not results.is_there
+            assert results.take(["a"]) == {}
+            results.publish("b", b"2")
+            server.send_signal(signal.SIGCONT)
+        finally:
+            server.kill()

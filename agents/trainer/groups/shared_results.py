@@ -4,15 +4,16 @@ Rules
 -----
 * No group is needed for it, and nothing waits: a reader asks again, or does without what has not come. So no death and
   no regroup can break it.
-* A store that is lost holds nothing, and takes nothing: everybody is alone then.
+* A store that is lost holds nothing, and takes nothing: everybody is alone then. So is one that is silent for
+  ANSWER_MAX_S: its calls have no limit of their own, so a thread makes them, and stays behind with what hangs.
 * Who begins a purpose has had all results of the one before, so all others have had those of the one before that: then
   these are removed. (Who did without them finds out by itself what they were.)
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from unicrond.events.vocabulary import StoreAddress
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
+ANSWER_MAX_S = 15.0
 
 
 class SharedResults:
@@ -31,6 +33,7 @@ class SharedResults:
         self._address: StoreAddress | None = None
         self._store: Any = None
         self._prefix = ""
+        self._thread = ThreadPoolExecutor(1, "results")
         #: For the present purpose, and for the one before.
         self._keys: list[str] = []
         self._older_keys: list[str] = []
@@ -43,45 +46,54 @@ class SharedResults:
     def begin(self, address: StoreAddress, purpose: str) -> None:
         """Remove what this process has published two purposes before, and go on under the keys of `purpose` in that
         store."""
-        for key in self._older_keys:
-            with contextlib.suppress(RuntimeError):
-                if self._store is not None:
-                    self._store.delete_key(key)
+        older_keys = self._older_keys
+        self._ask(lambda store: [store.delete_key(key) for key in older_keys])
         self._older_keys, self._keys = self._keys, []
         self._prefix = f"results/{self._name}/{purpose}/"
         if self._store is None or address != self._address:
-            self._address, self._store = address, None
-            with contextlib.suppress(RuntimeError):  # dist.DistError: it is lost, or too slow
-                self._store = dist.TCPStore(address.host, address.port, None, False, _CONNECT_TIMEOUT)
+            self._address = address
+            self._store = self._answer(lambda: dist.TCPStore(address.host, address.port, None, False, _CONNECT_TIMEOUT))
 
     def publish(self, key: str, value: bytes) -> None:
         """Let the others have the value."""
-        try:
-            if self._store is not None:
-                self._store.set(self._prefix + key, value)
-                self._keys.append(self._prefix + key)
-        except RuntimeError:
-            self._store = None
+        name = self._prefix + key
+        self._ask(lambda store: store.set(name, value))
+        if self.is_there:
+            self._keys.append(name)
 
     def take(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return what has been published under these keys by now. Nothing waits in the store: a wait that is cut short
         leaves its connection behind with the answer."""
-        if self._store is None:
-            return {}
-        whole = [self._prefix + key for key in keys]
-        try:
-            if self._store.check(whole):
-                return dict(zip(keys, self._store.multi_get(whole), strict=True))
-            pairs = zip(keys, whole, strict=True)
-            return {key: self._store.get(name) for key, name in pairs if self._store.check([name])}
-        except RuntimeError:
-            self._store = None
-            return {}
+        names = {key: self._prefix + key for key in keys}
+
+        def values(store: Any) -> dict[str, bytes]:
+            """Return those that are there, with one request where all are."""
+            if store.check(list(names.values())):
+                return dict(zip(keys, store.multi_get(list(names.values())), strict=True))
+            return {key: store.get(name) for key, name in names.items() if store.check([name])}
+
+        return self._ask(values) or {}
 
     def are_there(self, keys: Sequence[str]) -> bool:
         """Return whether all of these have been published."""
-        try:
-            return self._store is not None and self._store.check([self._prefix + key for key in keys])
-        except RuntimeError:
+        return bool(self._ask(lambda store: store.check([self._prefix + key for key in keys])))
+
+    def _ask(self, work: Callable[[Any], Any]) -> Any:
+        """Return what the store answers; None where there is none, or it is lost by now."""
+        store = self._store
+        answer = None if store is None else self._answer(lambda: (work(store),))
+        if answer is None:
             self._store = None
-            return False
+            return None
+        return answer[0]
+
+    def _answer(self, work: Callable[[], Any]) -> Any:
+        """Return what a thread's work gives; None where it fails, or takes too long."""
+        answer = self._thread.submit(work)
+        try:
+            return answer.result(ANSWER_MAX_S)
+        except RuntimeError:  # dist.DistError: it is lost, or too slow
+            return None
+        except TimeoutError:
+            self._thread = ThreadPoolExecutor(1, "results")
+            return None

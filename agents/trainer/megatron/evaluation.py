@@ -40,6 +40,8 @@ Forward: TypeAlias = Callable[[int, list[int]], Sequence[dict[str, Any]]]
 Share: TypeAlias = tuple[int, int]
 #: Seconds for which a share may be late at least, and at most.
 _LATE_MIN_S, _LATE_MAX_S = 5.0, 60.0
+#: Seconds for which one shard looks for shares, at most, while the replica's others wait for it in a collective.
+_TURN_S = 60.0
 #: Seconds from one look for shares to the next.
 _LOOK_S = 0.02
 
@@ -82,7 +84,8 @@ class Evaluation:
         if self._call < self.calls:
             return [{}]
         while (number := self._replica.highest(self._turn())[0]) > 0:
-            self._compute(divmod(number - 1, self._size), forward)
+            if number <= self.calls * self._size:
+                self._compute(divmod(number - 1, self._size), forward)
         return self._total() if self._decides else [{}]
 
     @property
@@ -109,13 +112,16 @@ class Evaluation:
             self._results.publish(_key(share), msgspec.msgpack.encode(numbers))
 
     def _turn(self) -> int:
-        """Return what the replica's shards do next: 0: all shares are known; n: the share of number n - 1 is
-        computed."""
+        """Return what the replica's shards do next: 0: all shares are known; n: the share of number n - 1 is computed,
+        or where there is none of that number, they ask again."""
         if not self._decides:
             return 0
+        end_s = time.monotonic() + _TURN_S
         others = [(self._rank + place) % self._size for place in range(1, self._size)]
         for rank in others:
             while missing := self._missing(rank):
+                if time.monotonic() > end_s:
+                    return self.calls * self._size + 1
                 if not self._take(missing, rank):
                     self._laggards.add(rank)
                     call, _ = missing[-1 - self._rank % len(missing)]  # those who wait begin at different places
