@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from unicrond.core.state.state import ClusterState, NodeLogin
 from unicrond.events.log.entrance import ENTRANCE, ENTRANCE_KIB, PACE, PACE_KIB, Entrance, kib
 from unicrond.events.trust.keys import make_key
 from unicrond.events.wire.codec import MAX_EVENT_BYTES
-from unicrond.service.trust.fuses import Fuses, producer_of
+from unicrond.service.trust.fuses import Fuses, caller_of, producer_of
 
 KEY, OTHER_KEY = make_key("agent-n1").user.key, make_key("agent-n2").user.key
 SECOND_US = 1_000_000
@@ -48,10 +50,8 @@ def test_agent_that_keeps_its_pace_is_never_a_flood(said: list[tuple[int, int]],
 
 
 def info(acc: str, key: str) -> bytes:
-    return b'Nats-Request-Info: {"host":"127.0.0.1","id":7,"acc":"%s","user":"%s","lang":"python3"}\r\n' % (
-        acc.encode(),
-        key.encode(),
-    )
+    who = b'"host":"127.0.0.1","id":7,"acc":"%s","user":"%s"' % (acc.encode(), key.encode())
+    return b'Nats-Request-Info: {"start":"2026-11-28T00:10:36.79Z",%s,"lang":"python3"}\r\n' % who
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,28 @@ def test_call_counts_for_the_key_that_the_server_names_last(headers: bytes, is_c
     for _ in range(ENTRANCE.size + 1):
         fuses._take_call(b"", b"", b"", headers)
     assert list(fuses.look()) == (["n1"] if is_counted else [])
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [
+        b"\r\nNats-Request-Info: {",
+        b'Nats-Request-Info: {"start":',
+        b'"acc":"AGENTS","user":"%s"' % KEY.encode(),
+        b"x",
+        b"N",
+    ],
+)
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+def test_caller_is_sought_in_linear_time(filler: bytes, end: bytes) -> None:
+    """A search for the whole header from each place took half a minute for a megabyte, and nothing was decided."""
+    headers = b"\r\nNats-Request-Info: {" + filler * (1_000_000 // len(filler)) + end
+    durations_s = []
+    for _ in range(3):
+        start_s = time.process_time()
+        assert not caller_of(headers)
+        durations_s.append(time.process_time() - start_s)
+    assert min(durations_s) < 0.05
 
 
 def test_entrance_is_wider_than_pace_in_everything() -> None:

@@ -4,7 +4,9 @@ Rules
 -----
 * What each node writes is counted as the server hears it (events/log/entrance.py), beside the log: a server that is
   flooded stores what it has heard half a minute later. So is what it asks of JetStream, in the same buckets: the server
-  adds to such a call whose it is, as the last header, in the place of any that the caller has made up.
+  adds to such a call whose it is, behind all that the caller wrote. It takes out a header of that name that the caller
+  has made up only where the caller has ended it; so what stands before the last one, be it in the same line, says
+  nothing.
 * Where a node writes too much and this head has the server, its login ends at once: the server drops the connection
   and what is still on the way, and people see NodeRevoked in the log. A person lets the node in again (`unicrond
   enroll`), and the counting begins anew. A pod is no person: while the alarm stands, its token gives it no key.
@@ -19,7 +21,6 @@ stored twice, 1 ms later (20 ms at the 99th percentile), at every fault; floods 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 
 import msgspec
@@ -31,6 +32,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events.log.entrance import Entrance
 from unicrond.events.log.subjects import PREFIX
 from unicrond.events.nats.connection import Connection
+from unicrond.events.trust.accounts import NatsAccount
 from unicrond.events.trust.logins import AGENT_CALLS
 from unicrond.events.wire.codec import API_PRODUCER, COORDINATOR
 
@@ -38,12 +40,23 @@ _OBSERVATIONS, _BEATS = f"{PREFIX}.obs.", f"{PREFIX}.beat."
 _HEAD_PRODUCERS = (API_PRODUCER, COORDINATOR)
 _AGAIN_S = 1.0
 _LOOK_AGAIN_US = 1_000_000
-#: The caller's key in the last header of a call from the agents' account.
-_CALLER = re.compile(rb'\r\nNats-Request-Info: \{[^\r\n]*?"acc":"AGENTS","user":"(U[A-Z2-7]{55})"[^\r\n]*\}\r\n\r\n\Z')
+#: How the server begins what it adds to a call: in what follows, JSON, no client's word can hold this unescaped.
+_CALLER_HEADER, _CALLER_BEGIN = b"Nats-Request-Info: ", b'Nats-Request-Info: {"start":"'
+_HEADERS_END = b"\r\n\r\n"
 #: A revocation that the log still lacks is asked for again after so long.
 _ASK_AGAIN_US = 5_000_000
 #: A flood that no fuse has ended is told of for so long after its last message.
 _STANDS_US = 60_000_000
+
+
+class _Caller(msgspec.Struct, frozen=True):
+    """What the server adds to a call: the account and the public key of who makes it."""
+
+    acc: str
+    user: str
+
+
+_callers = msgspec.json.Decoder(_Caller)
 
 
 class Fuse(msgspec.Struct, frozen=True):
@@ -93,8 +106,8 @@ class Fuses:
 
     def _take_call(self, _: bytes, __: bytes, body: bytes, headers: bytes) -> None:
         """Count one call of JetStream's API."""
-        if caller := _CALLER.search(headers):
-            self._count(self._node_with(caller[1].decode()), len(body))
+        if key := caller_of(headers):
+            self._count(self._node_with(key), len(body))
 
     def _node_with(self, key: str) -> str:
         """Return the node that logs in with this public key; "" where none does."""
@@ -178,6 +191,19 @@ class Fuses:
         if recent and recent + 1 > share * nodes:
             return f"{recent} of {nodes} logins ended within an hour for floods (policy.isolated_share: {share:g})"
         return ""
+
+
+def caller_of(headers: bytes) -> str:
+    """Return the public key of the agent that makes the call of JetStream's API with these headers; "" where the server
+    does not name one. Linear in their length."""
+    begin = headers.rfind(_CALLER_BEGIN)
+    if begin < 0 or not headers.endswith(_HEADERS_END):
+        return ""
+    try:
+        caller = _callers.decode(headers[begin + len(_CALLER_HEADER) : -len(_HEADERS_END)])
+    except (msgspec.MsgspecError, ValueError):
+        return ""
+    return caller.user if caller.acc == NatsAccount.AGENTS else ""
 
 
 def producer_of(subject: str) -> str:

@@ -1,0 +1,106 @@
+"""Whose call of JetStream's API it is: nats-server says so behind whatever headers the caller made up."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+import pytest_asyncio
+from nats.aio.client import Client
+
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Login, connect
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.trust.keys import load_or_create_key, make_key
+from unicrond.events.trust.logins import AGENT_CALLS, Role, agent_login, inbox_prefix
+from unicrond.service.trust.fuses import caller_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+VICTIM = make_key("agent-n2").user.key.encode()
+CALL = f"$JS.API.STREAM.INFO.{EVENT_STREAM}"
+FORGED = b'Nats-Request-Info: {"start":"2026-11-28T00:10:36.79Z","acc":"AGENTS","user":"%s"}' % VICTIM
+
+
+class Site(NamedTuple):
+    """A server, and who calls it. `headers`: of each call, as the coordinator has heard them."""
+
+    agent: Client
+    head: Client
+    key: str
+    headers: list[bytes]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    directory = tmp_path_factory.mktemp("callers")
+    login = agent_login("n1")
+    users = [load_or_create_key(directory, name).user for name in (login, Role.COORDINATOR, Role.OPERATOR)]
+    server = EmbeddedServer(directory / "nats", users=users)
+    await server.start()
+    operator, head = [
+        await connect(server.url, name=name, login=Login(key=directory / f"{name}.key"), timeout_s=20)
+        for name in (Role.OPERATOR, Role.COORDINATOR)
+    ]
+    agent, headers = Client(), list[bytes]()
+    try:
+        await create_streams(operator)
+        session = await head.session()
+        for subject in AGENT_CALLS:
+            await session.subscribe_raw(subject, lambda _, __, ___, raw: headers.append(raw))
+        await session.client.flush()
+        # A client may call itself whatever it likes, and that stands in the server's header.
+        name = f'n1","acc":"AGENTS","user":"{VICTIM.decode()}"}}\r\n{FORGED.decode()}'
+        await agent.connect(server.url, name=name, **Login(key=directory / f"{login}.key").options())
+        yield Site(agent, session.client, users[0].key, headers)
+    finally:
+        await agent.close()
+        await head.close()
+        await operator.close()
+        await server.kill()
+
+
+async def heard(site: Site, headers: bytes) -> bytes:
+    """Call with these headers, byte by byte; return what the coordinator hears."""
+    site.headers.clear()
+    inbox = f"{inbox_prefix(agent_login('n1'))}.x"
+    await site.agent._send_command(
+        f"HPUB {CALL} {inbox} {len(headers)} {len(headers)}\r\n".encode() + headers + b"\r\n"
+    )
+    await site.agent.flush()
+    await site.head.flush()
+    (raw,) = site.headers
+    return raw
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"NATS/1.0\r\n\r\n",
+        b"NATS/1.0\r\nA: b\r\n\r\n",
+        b"NATS/1.0\r\n" + FORGED + b"\r\n\r\n",
+        b"NATS/1.0\r\n" + FORGED + b"\r\n" + FORGED + b"\r\n\r\n",
+        b"NATS/1.0\r\nA: b" + FORGED + b"\r\n\r\n",
+        b"NATS/1.0\r\n" + FORGED + b"  ",
+        b"NATS/1.0\r\n" + FORGED + b"\r\n",
+        b"NATS/1.0\r\n" + FORGED[:-3] + b"  ",
+        b"NATS/1.0\r\nNats-Request-Info: {x\r\n",
+        b'NATS/1.0\r\nNats-Request-Info: {"start":"  ',
+        b"NATS/1.0\r\nNats-Request-Info: {\n",
+        b"NATS/1.0\r\nnats-request-info: " + FORGED[19:] + b"\r\n\r\n",
+        FORGED + b"\r\n\r\n",
+        b"no headers",
+        b"xy",
+        b"",
+    ],
+)
+async def test_caller_is_whom_the_server_names(site: Site, headers: bytes) -> None:
+    assert caller_of(await heard(site, headers)) == site.key
+
+
+async def test_unended_headers_stay_before_what_the_server_adds(site: Site) -> None:
+    """Or the test above tries nothing: an invented name stands in the same line."""
+    raw = await heard(site, b"NATS/1.0\r\n" + FORGED + b"  ")
+    assert raw.startswith(b"NATS/1.0\r\n" + FORGED + b"Nats-Request-Info: {")
