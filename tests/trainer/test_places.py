@@ -83,6 +83,27 @@ def test_concurrent_writers_publish_once(url: str) -> None:
         assert same(checkpoint.load(url, "t", 5, shard)[0], tree(5))
 
 
+def test_claim_is_its_claimants_however_often_it_asks(url: str) -> None:
+    """The store has taken it and the answer was lost, or what was to follow has failed."""
+    place = place_of(url)
+    draft, _ = place.draft(5, "0-3")
+    name = f"{draft}/publisher"
+    assert [place.claim(name, f"shard-{shard}") for shard in (1, 0, 1)] == [True, False, True]
+
+
+def test_write_is_published_after_a_failed_publication(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as storage:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError("refused")
+
+        storage.setattr(type(place_of(url)), "publish", refuse)
+        with pytest.raises(OSError, match="refused"):
+            checkpoint.write(job(url, 5), tree(5))
+    write(url, 5)
+    assert list(checkpoint.newest_iterations(url, "t")) == [5]
+
+
 def test_write_that_ends_midway_is_no_checkpoint(url: str) -> None:
     class Death(Exception):
         """The writer dies."""

@@ -135,7 +135,9 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
     midway()
     place.write(f"{draft}/shard-{job.shard}.json", msgspec.json.encode(record))
     records = [_record(place, draft, shard) for shard in range(job.layout.workers)]
-    if any(shard_record is None for shard_record in records) or not place.claim(f"{draft}/publisher"):
+    if any(shard_record is None for shard_record in records):
+        return None
+    if not place.claim(f"{draft}/publisher", f"shard-{job.shard}"):
         return None
     manifest = CheckpointManifest(
         format=FORMAT,

@@ -80,8 +80,9 @@ class StatePlace(ABC):
         """Write a small file; it is complete, or not there."""
 
     @abstractmethod
-    def claim(self, name: str) -> bool:
-        """Make an empty file; return True to exactly one of the callers."""
+    def claim(self, name: str, claimant: str) -> bool:
+        """Make a file that names the claimant; return True to exactly one of them, however often it asks: its last
+        answer may have been lost, or what it claimed the file for may have failed."""
 
     @abstractmethod
     def publish(self, draft: str, iteration: int, texts: Mapping[str, bytes], *, replace: bool = True) -> None:
@@ -161,13 +162,21 @@ class StateDirectory(StatePlace):
             os.fsync(file.fileno())
         new.replace(path)
 
-    def claim(self, name: str) -> bool:
+    def claim(self, name: str, claimant: str) -> bool:
         """Make a file that must not be there."""
         path = self._directory / name
+        path = path.with_name(f".{path.name}")
         try:
-            os.close(os.open(path.with_name(f".{path.name}"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except OSError:  # it is there, or the draft has its final name already
+            with path.open("x") as file:
+                file.write(claimant)
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                return path.read_text() == claimant
             return False
+        except OSError:
+            if path.parent.is_dir():
+                raise
+            return False  # the draft has its final name already
         return True
 
     def publish(self, draft: str, iteration: int, texts: Mapping[str, bytes], *, replace: bool = True) -> None:
@@ -274,12 +283,12 @@ class ObjectPrefix(StatePlace):
         """Put the object, which is there as a whole or not at all."""
         self._ask("pipe_file", f"{self._root}/{name}", data)
 
-    def claim(self, name: str) -> bool:
+    def claim(self, name: str, claimant: str) -> bool:
         """Put an object that must not be there."""
         try:
-            self._ask("pipe_file", f"{self._root}/{name}", b"claimed", mode="create")
+            self._ask("pipe_file", f"{self._root}/{name}", claimant.encode(), mode="create")
         except FileExistsError:
-            return False
+            return self.content(name) == claimant.encode()
         return True
 
     def publish(self, draft: str, iteration: int, texts: Mapping[str, bytes], *, replace: bool = True) -> None:

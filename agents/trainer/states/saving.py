@@ -105,6 +105,8 @@ class Saving:
         self._writes = False
         self._pace_s = 0.0
         self._was_lead = False
+        #: Which state was saved last, or was to be, as (iteration, generation), and how often.
+        self._attempted, self._attempt = (0, 0), 0
         #: What is known of the iterations' times (baseline.py), for the next owner of the state.
         self.baseline_words: list[int] = []
         #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
@@ -283,10 +285,10 @@ class Saving:
         self._await_seal()
         storage, is_free = self._storage, self._storage.wait(last_word=must)
         if not self._context.replica.all_true(storage.newest == iteration):
-            failure: Exception | None = storage.lateness()
+            failure, job = storage.lateness(), self._job(iteration, generation)
             if is_free:
                 tree = partial(self._tree, iteration, loss)
-                write = storage.begin(self._job(iteration, generation), tree, self._midway(iteration), ExitStack())
+                write = storage.begin(job, tree, self._midway(iteration), ExitStack())
                 storage.wait(last_word=True)  # what is written changes with the next iteration
                 failure = storage.give_up() or write.failure
             if must and failure is not None:
@@ -300,7 +302,12 @@ class Saving:
             self._sealing = None
 
     def _job(self, iteration: int, generation: int) -> checkpoint.WriteJob:
+        """Return the next attempt to save a state. All shards call this, for the same ones."""
         launch, replica = self._context.launch, self._context.replica
+        if self._attempted == (iteration, generation):
+            self._attempt += 1  # a draft of its own: the last one has records of files that would be written again
+        else:
+            self._attempted, self._attempt = (iteration, generation), 1
         return checkpoint.WriteJob(
             directory=launch.spec.checkpoint.dir,
             task=launch.spec.name,
@@ -308,7 +315,7 @@ class Saving:
             generation=generation,
             shard=replica.shard,
             layout=launch.spec.cut,
-            writer=f"{launch.replica}-{generation}",
+            writer=f"{launch.replica}-{generation}" + (f"-{self._attempt}" if self._attempt > 1 else ""),
             keep=launch.spec.checkpoint.keep,
             origin=self.origin,
         )
