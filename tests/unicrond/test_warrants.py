@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,12 +105,51 @@ class Nodes:
         return [len(self.warrants[node]) for node in NODES]
 
 
-async def test_membership_is_signed_anew_once_for_each_certificate(certified: Certified) -> None:
-    membership = Membership(generation=5, members=MEMBERS, joiners=(), urgent=True, store=STORE, decided_us=0)
-    task = Task(
-        spec=TaskSpec(name="a"), status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=0, membership=membership
+def active(name: str, generation: int, nodes: Sequence[str]) -> Task:
+    """A task with a member on each of these nodes."""
+    members = tuple(
+        Member(worker=f"{name}.{number}", node=node, replica=number, shard=0) for number, node in enumerate(nodes)
     )
-    state = ClusterState(tasks={"a": task}, nodes={name: node(name) for name in NODES})
+    membership = Membership(generation=generation, members=members, joiners=(), urgent=True, store=STORE, decided_us=0)
+    return Task(
+        spec=TaskSpec(name=name), status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=0, membership=membership
+    )
+
+
+async def test_silent_nodes_hold_up_no_others_renewal(certified: Certified) -> None:
+    """More than are asked in a second; each is asked less and less often, and takes it when it answers again."""
+    names = [f"n{number}" for number in range(200)]
+    silent, asked = set(names[:150]), list[str]()
+
+    async def ask(name: str, _: bytes) -> None:
+        asked.append(name)
+        if name in silent:
+            raise RuntimeError("no answer")
+
+    state = ClusterState(
+        tasks={task: active(task, 5, names) for task in ("a", "b")}, nodes={name: node(name) for name in names}
+    )
+    renewals = WarrantRenewals(Warrants(certified.server), lambda: state, ask, lambda: True)
+    for _ in range(8):
+        await renewals.look()
+    counts = Counter(asked)
+    assert all(counts[name] == 2 for name in names[150:]), "one for each task"
+    asked.clear()
+    for _ in range(200):
+        await renewals.look()
+    assert asked and set(asked) <= silent
+    assert len(asked) / 200 < 64 / 2, "few of those that never answer are asked in a second"
+    silent.clear()
+    for _ in range(70):
+        await renewals.look()
+    asked.clear()
+    for _ in range(70):
+        await renewals.look()
+    assert asked == [], "all have taken it"
+
+
+async def test_membership_is_signed_anew_once_for_each_certificate(certified: Certified) -> None:
+    state = ClusterState(tasks={"a": active("a", 5, NODES)}, nodes={name: node(name) for name in NODES})
     warrants, nodes, leads = Warrants(certified.server), Nodes({"n3"}), True
     renewals = WarrantRenewals(warrants, lambda: state, nodes.ask, lambda: leads)
     warrants.beside(enveloped(told(5, RUNS)))
@@ -123,10 +164,10 @@ async def test_membership_is_signed_anew_once_for_each_certificate(certified: Ce
         await renewals.look()
         assert nodes.counts() == [1, 1, 0], "whoever has not answered is asked again"
     nodes.silent.clear()
-    for _ in range(2):
+    for counts in ([1, 1, 0], [1, 1, 1], [1, 1, 1]):
         await renewals.look()
-        assert nodes.counts() == [1, 1, 1]
-        assert [generation(certified, nodes.warrants[node][0], node) for node in NODES] == [5, 5, 5]
+        assert nodes.counts() == counts, "after a pause, and once"
+    assert [generation(certified, nodes.warrants[node][0], node) for node in NODES] == [5, 5, 5]
     again = WarrantRenewals(Warrants(certified.server), lambda: state, nodes.ask, lambda: True)
     await again.look()
     assert nodes.counts() == [2, 2, 2], "another process does not know what this one has signed"

@@ -6,7 +6,8 @@ Rules
 * A membership may stand for months, and who trusts the new CA alone takes no warrant of the old one. So the head that
   leads signs each again that this process has not signed with its present certificate, and sends it to the members'
   nodes (worker_queries.WarrantRenewal) until each has answered. Nothing of it stands in the log.
-* So many nodes are asked in a second: after a takeover other things are more urgent.
+* So many nodes are asked in a second: after a takeover other things are more urgent. One that has not taken it waits
+  behind those that were not asked yet, for longer each time: silent nodes hold up nobody else's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unicrond.events.wire.envelope import Envelope
 
 LOOK_EVERY_S = 1.0
 _NODES_A_SECOND = 64
+_PAUSE_LOOKS_MAX = 64
 
 
 def _now() -> datetime:
@@ -104,6 +106,9 @@ class WarrantRenewals:
         self._leads = leads
         #: By task, the renewal, and the nodes that have still to take it.
         self._waiting: dict[str, tuple[WarrantRenewal, set[str]]] = {}
+        self._looks = 0
+        #: By node that has not taken its last one: at which look it is asked again, and how many looks it waits then.
+        self._pauses: dict[str, tuple[int, int]] = {}
 
     async def run(self) -> None:
         """Look now and then, until cancelled."""
@@ -115,6 +120,7 @@ class WarrantRenewals:
         """Sign what is to be signed, and ask some of the nodes that have not taken it."""
         if not self._leads():
             return
+        self._looks += 1
         state = self._state()
         memberships = {
             name: task.membership
@@ -136,13 +142,24 @@ class WarrantRenewals:
             (renewal, node, nodes)
             for renewal, nodes in self._waiting.values()
             for node in nodes
-            if node in state.nodes and state.nodes[node].status is NodeStatus.UP
+            if node in state.nodes
+            and state.nodes[node].status is NodeStatus.UP
+            and self._next_look(node) <= self._looks
         ]
+        requests.sort(key=lambda request: self._next_look(request[1]))
         await asyncio.gather(*(self._send(*each) for each in requests[:_NODES_A_SECOND]))
+
+    def _next_look(self, node: str) -> int:
+        """Return the look from which on the node is to be asked."""
+        return self._pauses.get(node, (0, 1))[0]
 
     async def _send(self, renewal: WarrantRenewal, node: str, nodes: set[str]) -> None:
         try:
             await self._ask(node, encode(renewal))
         except RuntimeError:
-            return  # again at the next look
+            next_look, pause = self._pauses.get(node, (0, 1))
+            if next_look <= self._looks:  # else another request of this look has failed
+                self._pauses[node] = (self._looks + pause, min(2 * pause, _PAUSE_LOOKS_MAX))
+            return
+        self._pauses.pop(node, None)
         nodes.discard(node)
