@@ -53,10 +53,13 @@ class Memberships:
         return membership.warrant if membership else ""
 
     def problem(self, task: Name, generation: int, warrant: str) -> str:
-        """Return why this is no warrant of the task's present membership; "" where it is, or none is needed."""
+        """Return why this is no warrant of the task's present membership; "" where it is, or none is needed: an older
+        membership's is not. Of one that this agent has yet to read it is to come again."""
         membership = self._memberships().get(task)
-        if self._credentials is None or membership is None or membership.generation != generation:
+        if self._credentials is None or (membership is not None and membership.generation > generation):
             return ""
+        if membership is None or membership.generation < generation:
+            return f"membership {generation} of task {task} has not come yet"
         node = self._credentials.node
         return self._credentials.problem(
             f"{warrant}.{place_of(node, (member.node for member in membership.members))}", task, generation

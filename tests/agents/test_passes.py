@@ -200,6 +200,10 @@ def test_agent_takes_renewed_warrant_of_its_membership_alone(certified: Certifie
     good, of_next = warrant(nodes=(NODE,), generation=3), warrant(nodes=(NODE,), generation=4)
     signed = good.partition(".")[0]
     assert memberships.problem("a", 3, signed) == ""
+    assert memberships.problem("a", 2, signed) == "", "of an older membership none is needed"
+    for task, generation in (("a", 4), ("b", 3)):
+        ahead = memberships.problem(task, generation, signed)
+        assert ahead == f"membership {generation} of task {task} has not come yet", "it is to come again"
     assert memberships.problem("a", 3, "nonsense") == "it is not a warrant"
     assert "of generation 4, not 3" in memberships.problem("a", 3, of_next.partition(".")[0])
     assert "not for node" in memberships.problem("a", 3, warrant("n7", ("n7",), generation=3).partition(".")[0])
