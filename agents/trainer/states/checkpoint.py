@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
         shards=tuple(shard_record for shard_record in records if shard_record is not None),
         folder=folder,
     )
+    if damage := _damage(place, draft, manifest):  # a write that was late, and others have taken its draft for dead
+        raise OSError(f"{place.path_of(draft)}: {damage}")
     texts = {MANIFEST: msgspec.json.format(msgspec.json.encode(manifest))}
     if job.origin is not None:
         texts[origins.FILE] = msgspec.json.encode(job.origin.stored())
@@ -285,15 +288,27 @@ def _manifest(place: StatePlace, task: str, iteration: int) -> CheckpointManifes
         for file in record.files:
             if Path(file.name).parts[:-1] != (f"shard-{number}",) or "\0" in file.name:
                 raise BadState(f"its manifest names {file.name!r}, which is not a file of shard {number}")
-            size = place.size_bytes(f"{_folder(manifest)}/{file.name}")
-            if size != file.size_bytes:
-                raise BadState(f"{file.name} has {size} bytes instead of {file.size_bytes}")
         sizes = {file.name: file.size_bytes for file in record.files}
         for location in (record.skeleton, *record.tensors):
             end = location.offset + location.length
             if location.offset < 0 or location.length < 0 or end > sizes.get(location.file, -1):
                 raise BadState(f"its manifest places a tensor outside of {location.file}")
+    if damage := _damage(place, _folder(manifest), manifest):
+        raise BadState(damage)
     return manifest
+
+
+def _damage(place: StatePlace, folder: str, manifest: CheckpointManifest) -> str:
+    """Return which file of a checkpoint, or of its draft, has another size than it was written with; "" for none."""
+    sizes_bytes = place.sizes_bytes(folder)
+    for record in manifest.shards:
+        for file in record.files:
+            size_bytes = sizes_bytes.get(file.name)
+            if size_bytes is None:
+                return f"{file.name} is missing"
+            if size_bytes != file.size_bytes:
+                return f"{file.name} has {size_bytes} bytes instead of {file.size_bytes}"
+    return ""
 
 
 def _read(path: Path, location: TensorLocation) -> torch.Tensor:
@@ -376,10 +391,19 @@ def _link(source: str, target: str) -> None:
 
 
 def _remove_old(place: StatePlace, task: str, keep: int, final: int) -> None:
-    """Keep the task's newest checkpoints, and `final`, which is the last word even where newer ones could not be put
-    aside; drafts of lower iterations were left by writers that died."""
+    """Keep the task's newest checkpoints that look whole, those that are damaged and newer, and `final`, which is the
+    last word even where newer ones could not be put aside; drafts of lower iterations were left by writers that
+    died."""
     iterations = _own_checkpoints(place, task)
-    for iteration in iterations[keep:]:
-        if iteration != final:
+    whole = list(islice((iteration for iteration in iterations if _is_whole(place, task, iteration)), keep))
+    for iteration in iterations:
+        if len(whole) == keep and iteration < whole[-1] and iteration != final:
             place.remove(iteration)
-    place.remove_drafts(iterations[0])
+    place.remove_drafts(final)
+
+
+def _is_whole(place: StatePlace, task: str, iteration: int) -> bool:
+    try:
+        return bool(_manifest(place, task, iteration))
+    except (OSError, BadState):
+        return False

@@ -59,8 +59,8 @@ class StatePlace(ABC):
         """Return the content of a small file."""
 
     @abstractmethod
-    def size_bytes(self, name: str) -> int:
-        """Return the size of a file."""
+    def sizes_bytes(self, folder: str) -> dict[str, int]:
+        """Return the size of each file in the folders of a folder, by name ("shard-0/.metadata")."""
 
     @abstractmethod
     def files(self, folder: str, names: Iterable[str]) -> Any:
@@ -128,9 +128,10 @@ class StateDirectory(StatePlace):
         """Read the file."""
         return (self._directory / name).read_bytes()
 
-    def size_bytes(self, name: str) -> int:
-        """Ask for the file's size."""
-        return (self._directory / name).stat().st_size
+    def sizes_bytes(self, folder: str) -> dict[str, int]:
+        """Ask for each file's size."""
+        files = (file for path in (self._directory / folder).iterdir() if path.is_dir() for file in path.iterdir())
+        return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in files}
 
     @contextmanager
     def files(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
@@ -253,9 +254,11 @@ class ObjectPrefix(StatePlace):
         """Read the object."""
         return bytes(self._ask("cat_file", f"{self._root}/{name}"))
 
-    def size_bytes(self, name: str) -> int:
-        """Ask for the object's size."""
-        return int(self._ask("info", f"{self._root}/{name}")["size"])
+    def sizes_bytes(self, folder: str) -> dict[str, int]:
+        """List the objects, at once."""
+        prefix = f"{self._root}/{folder}/"
+        objects = self._ask("find", prefix, detail=True)
+        return {path.partition(prefix)[2]: int(info["size"]) for path, info in objects.items()}
 
     @contextmanager
     def files(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
