@@ -79,6 +79,44 @@ def test_hung_write_is_late_then_given_up_and_never_published(tmp_path: Path) ->
     assert isinstance(desk.events[-1], CheckpointSaved) and list(checkpoint.newest_iterations(tmp_path, "t")) == [2]
 
 
+@pytest.fixture
+def storage() -> Iterator[threading.Event]:
+    """What a write waits for; it has it when the test ends, or its thread would hold up the end of all."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_write_after_one_that_was_given_up_has_twice_the_time(tmp_path: Path, storage: threading.Event) -> None:
+    """Storage that needs 1,000 s for a state, where 600 s is the limit, never got a checkpoint."""
+    desk = Desk(60.0)
+
+    def begin(iteration: int, age_s: float) -> None:
+        storage.clear()
+        desk.begin(tmp_path, iteration, storage.wait)
+        assert desk.writer._write is not None
+        desk.writer._write.begun_s -= age_s
+        desk.writer.look()
+
+    def reasons() -> list[str]:
+        return [event.reason.rpartition("; ")[2] for event in desk.events if isinstance(event, SaveFailed)]
+
+    begin(1, 601)
+    assert reasons() == ["it goes on", "given up"]
+    storage.set()
+    desk.end()
+    begin(2, 1000)
+    assert reasons()[2:] == ["it goes on"]
+    storage.set()
+    desk.end()
+    assert list(checkpoint.newest_iterations(tmp_path, "t")) == [2]
+    begin(3, 31_000)
+    assert reasons()[3:] == ["it goes on", "given up"], "the longest that was made is the measure again"
+    assert desk.writer.give_up() is not None and len(reasons()) == 5, "which is said once"
+    storage.set()
+    desk.end()
+
+
 def test_slow_write_ends_well_though_late(tmp_path: Path) -> None:
     desk, storage = Desk(), threading.Event()
     desk.begin(tmp_path, 1, storage.wait)

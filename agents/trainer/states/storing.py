@@ -7,6 +7,8 @@ Rules
   write goes on, and may end well.
 * After ten times as long it is given up: what it reads is let go, so it may publish nothing any more. It looks once,
   when its files are written and nothing is published. Who must have the last word waits as long as that, too.
+* The next one has twice the time of one that was given up, until one is made: storage that is slow gets its checkpoint,
+  and storage that hung for a day makes nobody wait for a day.
 * One write at a time: nothing is begun before the thread is back, however long storage hangs.
 * A thread that hangs ends with its process, which does not wait for it (`os._exit`).
 """
@@ -80,6 +82,8 @@ class StorageWriter:
         self.newest = 0
         #: The seconds that the last write took, and that one took at most; 0: none was made.
         self.last_s = self.longest_s = 0.0
+        #: The seconds after which the last write was given up; 0: it was made.
+        self._given_up_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -94,6 +98,10 @@ class StorageWriter:
     @property
     def _late_s(self) -> float:
         return max(self._context.settings.save_wait_s, _LATE_FACTOR * self.longest_s)
+
+    @property
+    def _limit_s(self) -> float:
+        return max(_GIVEN_UP_FACTOR * self._late_s, 2 * self._given_up_s)
 
     def begin(
         self, job: checkpoint.WriteJob, tree: Callable[[], dict[str, Any]], midway: Callable[[], None],
@@ -119,13 +127,13 @@ class StorageWriter:
         if not write.is_late and took_s >= self._late_s:
             write.is_late = True
             self._report(write, write.lateness())
-        if not write.is_given_up and took_s >= _GIVEN_UP_FACTOR * self._late_s:
+        if not write.is_given_up and took_s >= self._limit_s:
             self.give_up()
 
     def wait(self, *, last_word: bool) -> bool:
         """Wait until the thread is back, or the write late (for the last word: given up); return whether it is back."""
         while (write := self._write) is not None and not write.is_over:
-            limit_s = self._late_s * (_GIVEN_UP_FACTOR if last_word and write.is_late else 1.0)
+            limit_s = self._limit_s if last_word and write.is_late else self._late_s
             wait([write.future], max(0.0, write.begun_s + limit_s - time.monotonic()))
             self.look()
             if not write.is_over and (write.is_given_up or not last_word):
@@ -135,13 +143,15 @@ class StorageWriter:
 
     def give_up(self) -> Exception | None:
         """Let go of a write that has not ended, which publishes nothing from here on; return why, None if all ended."""
-        if not self.is_busy:
+        write = self._write
+        if write is None or write.is_over:
             return None
-        assert self._write is not None
-        self._write.is_given_up = True  # before what it reads is overwritten
-        self._write.release()
-        failure = self._write.lateness()
-        self._report(self._write, failure)
+        was_given_up, write.is_given_up = write.is_given_up, True  # before what it reads is overwritten
+        write.release()
+        failure = write.lateness()
+        if not was_given_up:
+            self._given_up_s = time.monotonic() - write.begun_s
+            self._report(write, failure)
         return failure
 
     def lateness(self) -> Exception | None:
@@ -168,7 +178,7 @@ class StorageWriter:
     def _save(self, write: StorageWrite, tree: dict[str, Any], between: Callable[[], None]) -> None:
         saved = checkpoint.write(write.job, tree, between)
         took_s = time.monotonic() - write.begun_s
-        self.last_s, self.longest_s = took_s, max(self.longest_s, took_s)
+        self.last_s, self.longest_s, self._given_up_s = took_s, max(self.longest_s, took_s), 0.0
         self.newest = write.job.iteration
         if saved is not None:
             self._context.channel.send(
