@@ -253,7 +253,7 @@ def test_commands_that_restore_log_fit_pods_and_programs() -> None:
     page = (ROOT.parents[1] / "docs" / "operate" / "kubernetes.md").read_text()
     pattern = r"^\$ kubectl -n training exec (\S+) -- unicrond ((?:restore|backup) .*)$"
     commands = re.findall(pattern, page, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for head in ("head", "head-external-nats"):
         (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
         (container,) = found["spec"]["template"]["spec"]["containers"]

@@ -37,12 +37,11 @@ HEAD = "unicron-head-0"
 AGENTS = {kind: f"{kind}/unicron-agent" for kind in ("daemonset", "statefulset", "jobset")}
 #: Overlays whose agents are a DaemonSet's.
 AGENTS |= dict.fromkeys(("node-object", "external-nats"), AGENTS["daemonset"])
-#: The two claims, and those of two heads.
+#: The claims of states and of two heads.
 _VOLUMES = {
     "unicron-checkpoints": ("ReadWriteMany", "2Ti"),
     "log-unicron-head-0": ("ReadWriteOncePod", "60Gi"),
-    "state-unicron-head-0": ("ReadWriteOnce", "20Gi"),
-    "state-unicron-head-1": ("ReadWriteOnce", "20Gi"),
+    "log-unicron-head-1": ("ReadWriteOnce", "20Gi"),
 }
 _ROLLOUT_S = 220
 _SLOTS = [
@@ -112,12 +111,15 @@ class Cluster(Live):
 
     # --- an overlay ------------------------------------------------------------------------------
 
-    def make_volumes(self) -> None:
-        """Make the namespace and a volume for each claim, as a storage class would."""
+    def make_volumes(self, overlay: str) -> None:
+        """Make the namespace and a volume for each claim, as a storage class would for this overlay."""
+        volumes = dict(_VOLUMES)
+        if overlay == "external-nats":
+            volumes["log-unicron-head-0"] = volumes["log-unicron-head-1"]
         items: list[dict[str, Any]] = [
             {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
         ]
-        for claim, (mode, size) in _VOLUMES.items():
+        for claim, (mode, size) in volumes.items():
             self.make_directory(claim)
             spec = {
                 "capacity": {"storage": size},
@@ -145,8 +147,13 @@ class Cluster(Live):
         return place
 
     def apply(self, overlay: str) -> None:
-        """Apply an overlay as it is, below one that changes what a user would: image and sizes."""
+        """Apply an overlay."""
         self.overlay, self._client = overlay, None
+        self.kubectl("apply", "-k", str(self.write(overlay)))
+
+    def write(self, overlay: str, image: str = UNICROND, settings: str = "") -> Path:
+        """Write an overlay as it is, below one that changes what a user would: image, sizes, and more settings of the
+        head; return where."""
         place = self.directory / "overlays" / overlay
         place.mkdir(parents=True, exist_ok=True)
         shutil.copytree(MANIFESTS, self.directory / "manifests", dirs_exist_ok=True)
@@ -158,16 +165,20 @@ class Cluster(Live):
             "images": [
                 {
                     "name": "registry.example.org/unicrond",
-                    "newName": UNICROND.partition(":")[0],
-                    "newTag": UNICROND.partition(":")[2],
+                    "newName": image.partition(":")[0],
+                    "newTag": image.partition(":")[2],
                 }
             ],
             "patches": [{"patch": yaml.safe_dump(patch)} for patch in self._sizes(overlay)],
         }
         if overlay == "jobset":
             text["patches"].append({"target": {"kind": "JobSet"}, "patch": json.dumps(_JOBSET_SIZES)})
+        if settings:
+            config = yaml.safe_load((MANIFESTS / "head" / "config.yaml").read_text())
+            config["data"]["unicron.yaml"] += settings
+            text["patches"].append({"patch": yaml.safe_dump(config)})
         (place / "kustomization.yaml").write_text(yaml.safe_dump(text))
-        self.kubectl("apply", "-k", str(place))
+        return place
 
     def _sizes(self, overlay: str) -> list[dict[str, Any]]:
         """The patches: smaller pods, one slot each, and the packages of Python, which are not in the image."""
@@ -346,7 +357,7 @@ def hold(overlay: str) -> int:
     """Have a task train on an overlay until a signal comes, and say how to get in."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), running_cluster() as cluster:
-        cluster.make_volumes()
+        cluster.make_volumes(overlay)
         ready_s = cluster.set_up(overlay)
         asyncio.run(cluster.train())
         outside = f"$(pgrep -f -n 'tests.kubernetes.cluster {overlay}')"

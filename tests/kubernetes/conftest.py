@@ -34,7 +34,7 @@ def cluster(whole_cluster: Cluster, request: pytest.FixtureRequest) -> Cluster:
     if whole_cluster.overlay != overlay:
         if whole_cluster.overlay:
             whole_cluster.tear_down()
-        whole_cluster.make_volumes()
+        whole_cluster.make_volumes(overlay)
         whole_cluster.set_up(overlay)
     return whole_cluster
 

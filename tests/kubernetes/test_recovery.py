@@ -12,8 +12,10 @@ import pytest
 
 from tests.containers.cluster import TASK
 from tests.containers.rows import PAGE
+from tests.kubernetes.archive import NEXT_UNICROND, UNICROND
 from tests.kubernetes.cluster import HEAD, Cluster, up_on
 from tests.kubernetes.machine import NODES, wait_until
+from unicrond.events.wire.schemas import SCHEMA, spoken_schema
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
@@ -187,6 +189,59 @@ async def test_full_volume_is_told_and_left(cluster: Cluster, record: Record) ->
     await go_on(cluster)
     await cluster.training(None)
     record("the head's [volume is full](#a-full-volume); then there is room again", seen)
+
+
+async def test_upgrade_over_one_schema_and_back_ends_nobody(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    seconds, seen = [], ""
+    up, back = commands("Upgrading")
+    for schema, image, settings, block in (
+        (SCHEMA + 1, NEXT_UNICROND, f"write_schema: {SCHEMA}\n", up),
+        (SCHEMA, UNICROND, f"write_schema: {SCHEMA}\n", back),
+        (SCHEMA + 1, NEXT_UNICROND, "", up),
+    ):
+        await cluster.train()
+        watch, boots = await cluster.watch(), await cluster.boots()
+        cluster.write("daemonset", image, settings)
+        watch.act()
+        await run(cluster, block)
+        seconds.append(f"{time.monotonic() - watch.began_s:.0f} s")
+        await watch.whole(also=up_on(*NODES, boots=boots))
+        state = await cluster.training(None)
+        assert {spoken_schema(state.nodes[node].agent.version) for node in NODES} == {schema}
+        seen = await watch.clean()
+        assert bool(watch.lines("GreetNode")) != bool(settings), "the younger schema is for good"
+    cluster.tear_down()
+    record(
+        "[upgrade](#upgrading) over one schema with `write_schema`, back, and up for good, in mid-training",
+        f"{', '.join(seconds)}, of each 30 `minReadySeconds`; {seen}",
+    )
+
+
+async def test_log_moves_to_servers_of_ones_own(cluster: Cluster, record: Record) -> None:
+    before = await cluster.train()
+    await asyncio.to_thread(cluster.start_servers)
+    cluster.write("external-nats")
+    watch = await cluster.watch()
+    end, restore, go = commands("To NATS servers of your own")
+    watch.act()
+    await run(cluster, end)
+    output = await run(cluster, restore)
+    assert "are in NATS again" in output and "missing" not in output, output
+    cluster.overlay = "external-nats"
+    cluster.forget_client()
+    await run(cluster, go)
+    await cluster.until("all agents", up_on(*NODES))
+    state = await cluster.training(None)
+    paused_s, clean = time.monotonic() - watch.began_s, await watch.clean()
+    assert state.tasks[TASK].progress.iteration > before.tasks[TASK].progress.iteration
+    for head in (HEAD, "unicron-head-1"):
+        await asyncio.to_thread(cluster.inside, head, "unicronctl", "status")
+    cluster.tear_down()
+    record(
+        "the embedded log [moved to three NATS servers](#to-nats-servers-of-your-own)",
+        f"no entry lost; three workers train again {paused_s:.0f} s after the first command; {clean}",
+    )
 
 
 async def fill_and_make_room(cluster: Cluster) -> str:
