@@ -55,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 #: One secret per process, as each has one boot.
 _IDS = MessageIds()
+#: Of a batch so much is sent before the server has answered: it refuses what is more than it keeps in memory for a
+#: stream (server.BUFFERED_BYTES), and a batch that lacks a message is sent again from its beginning.
+UNANSWERED_BYTES = 256 * 1024
 WRONG_LAST_SEQUENCE = 10071
 #: The same, of a stream of several replicas: another message of that subject is on its way to them.
 LAST_SEQUENCE_UNDECIDED = 10164
@@ -322,7 +325,7 @@ class NatsEventLog:
             only = messages[0]
             reply = await session.request(only.subject, only.body, {**only.headers, **conditions})
             return {only.event_id: int(answer(only.subject, reply.data)["seq"])}
-        batch_id = uuid.uuid4().hex
+        batch_id, unanswered_bytes = uuid.uuid4().hex, 0
         for number, message in enumerate(messages, start=1):
             message_headers = {
                 **message.headers,
@@ -331,13 +334,15 @@ class NatsEventLog:
                 "Nats-Batch-Sequence": str(number),
             }
             conditions = {}
-            if number < len(messages):
+            unanswered_bytes += len(message.body)
+            is_last = number == len(messages)
+            if not is_last and unanswered_bytes < UNANSWERED_BYTES:
                 await session.publish(message.subject, message.body, message_headers)
-            else:
-                reply = await session.request(
-                    message.subject, message.body, {**message_headers, "Nats-Batch-Commit": "1"}
-                )
-        ack = answer(messages[-1].subject, reply.data)
+                continue
+            unanswered_bytes, commit = 0, {"Nats-Batch-Commit": "1"} if is_last else {}
+            reply = await session.request(message.subject, message.body, {**message_headers, **commit})
+            if is_last or reply.data:  # empty: the server has the batch up to here
+                ack = answer(message.subject, reply.data)
         first = int(ack["seq"]) - len(messages) + 1
         return {message.event_id: first + offset for offset, message in enumerate(messages)}
 
