@@ -28,8 +28,9 @@ from random import Random
 
 from msgspec.structs import replace
 
-from unicrond.events.log.entrance import PACE, PACE_KIB, kib
+from unicrond.events.log.entrance import PACE, PACE_KIB, kib, sent_bytes
 from unicrond.events.log.event_log import EventLog, LogError
+from unicrond.events.log.subjects import headers
 from unicrond.events.vocabulary import Name, Observation, StepCommitted
 from unicrond.events.wire.codec import BadEvent, encode
 from unicrond.events.wire.envelope import Envelope
@@ -109,7 +110,7 @@ class Outbox:
             event=event,  # type: ignore[arg-type]  # every Observation is one of AnyEvent
         )
         try:
-            size_bytes = len(encode(envelope))
+            size_bytes = sent_bytes(encode(envelope), headers(envelope))
         except BadEvent as error:
             self._lose(envelope, f"not a valid event: {error.reason}")
             return

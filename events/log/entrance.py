@@ -7,7 +7,9 @@ Rules
   (ENTRANCE). The second is wider in everything, also for an agent that was just started again, and for a head that was
   busy for some seconds and hears all at once. So a node that empties it has no agent of ours:
   its key was stolen, or it has a bug.
-* What is counted is what the NATS server hears, before it is stored or decoded.
+* What is counted is what the NATS server hears, headers and all, before it is stored or decoded.
+* The log may not be purged, so the entrance's bucket of KiB is no wider than an agent needs that is started again
+  after it has sent all it may at once, to a head that was busy for 3 s.
 * A node that has written too much stays in `excesses` until it is forgotten (`forget`): when people let it in again.
 * A flood says what it was since its bucket was last full: so many messages and KiB within so long.
 
@@ -15,6 +17,8 @@ What does not live here: what becomes of a flood (service/trust/fuses.py: its lo
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
@@ -38,12 +42,29 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 #: Of an agent's outbox (agents/shell/outbox.py): 200 observations and 400 KiB a second. The workers of a node of 64
-#: GPUs say some hundred observations when all of them start at once.
+#: GPUs say some hundred observations when all of them start at once. One that is larger than the bucket goes out when
+#: any of it is left.
 PACE = Bucket(1024, _SECOND_US // 200)
-PACE_KIB = Bucket(2 * 1024, _SECOND_US // 400)
+PACE_KIB = Bucket(512, _SECOND_US // 400)
 #: Of a node at the head (service/trust/fuses.py): 400 messages and 700 KiB a second.
 ENTRANCE = Bucket(2560, _SECOND_US // 400)
-ENTRANCE_KIB = Bucket(5 * 1024, _SECOND_US // 700)
+ENTRANCE_KIB = Bucket(3 * 1024, _SECOND_US // 700)
+
+
+#: The first line of headers and the last.
+_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
+#: What the server adds to the headers of an observation at most: the account of its client, and how far that is.
+_SERVERS_HEADER_BYTES = 128
+
+
+def sent_bytes(body: bytes, headers: Mapping[str, str]) -> int:
+    """Return the size of a message that is sent."""
+    return len(body) + sum(len(name) + len(value) + len(": \r\n") for name, value in headers.items()) + _FRAME_BYTES
+
+
+def heard_bytes(body: bytes, headers: bytes) -> int:
+    """Return the size of a message as it came by the server, less what that may have added."""
+    return len(body) + max(0, len(headers) - _SERVERS_HEADER_BYTES)
 
 
 def kib(size_bytes: int) -> int:

@@ -35,7 +35,7 @@ from typing import Any
 
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server_files import ServerTls as ServerTls
-from unicrond.events.nats.server_files import for_clients, replace, tls_lines
+from unicrond.events.nats.server_files import for_clients, for_running, replace, tls_lines
 from unicrond.events.nats.server_program import PROGRAM, UnknownProgram, trusted_program
 from unicrond.events.nats.store_directory_lock import LOCK_FD, PID_FD, StoreClaim, StoreLease, keeper_words
 from unicrond.events.trust.accounts import NatsAccount, server_accounts
@@ -56,7 +56,7 @@ RELOAD_TIMEOUT_S = 10.0
 #: So much of a stream waits to be stored; more are refused, and their writers try again. So what a node that
 #: floods the server has left behind, when its login ends, is stored within a second.
 BUFFERED_MESSAGES = 1024
-BUFFERED_BYTES = 4 << 20
+BUFFERED_BYTES = 2 << 20
 #: Beside the configuration: what a client on this machine has to know of the server's TLS.
 CLIENT_FILE = "client.json"
 
@@ -148,7 +148,7 @@ class EmbeddedServer:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for stale in (self._pid_path, *self.directory.glob("*.ports")):
             stale.unlink(missing_ok=True)
-        self._write_config()
+        self._write_config(self._config())
         self.pid = self._spawn(program) if claim is None else await asyncio.to_thread(self._keep, program, claim)
         await self._wait_ready()
         return False
@@ -234,9 +234,10 @@ class EmbeddedServer:
     async def _reload(self, *, is_forced: bool = False) -> None:
         """Have the running server apply our users and certificates. Only its log says whether it did."""
         before = self._config_path.read_text() if self._config_path.exists() else ""
-        if before == self._config() and not is_forced:
+        config = for_running(self._config(), before)
+        if before == config and not is_forced:
             return
-        self._write_config()
+        self._write_config(config)
         assert self.pid is not None, "adopted"
         begin = self.log_path.stat().st_size
         os.kill(self.pid, signal.SIGHUP)
@@ -257,10 +258,10 @@ class EmbeddedServer:
             f"again with them; {log_text}"
         )
 
-    def _write_config(self) -> None:
+    def _write_config(self, config: str) -> None:
         """Write the configuration, all or nothing: a server may read it at any time."""
         replace(self.directory / CLIENT_FILE, json.dumps(for_clients(self._tls)))
-        replace(self._config_path, self._config())
+        replace(self._config_path, config)
 
     def _config(self) -> str:
         """Return the whole configuration. JSON strings are valid in it."""

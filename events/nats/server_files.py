@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 TLS_TIMEOUT_S = 10
+#: The store, and what waits for it.
+_AT_START = re.compile(r"^jetstream .*$", re.MULTILINE)
 
 
 class ServerTls(NamedTuple):
@@ -42,6 +45,13 @@ def tls_lines(tls: ServerTls) -> list[str]:
     # After a restart thousands of agents shake hands at once.
     lines = [f"tls {{ {', '.join(fields)}, timeout: {TLS_TIMEOUT_S} }}"]
     return [*lines, "allow_non_tls: true"] if tls.also_plain else lines
+
+
+def for_running(config: str, previous: str) -> str:
+    """Return the configuration with what a server takes at its start alone as the `previous` one has it: a reload that
+    changes that is refused whole."""
+    at_start = re.search(_AT_START, previous)
+    return re.sub(_AT_START, lambda _: at_start[0], config) if at_start else config
 
 
 def replace(path: Path, text: str) -> None:

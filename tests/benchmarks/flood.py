@@ -4,9 +4,9 @@ the log grows.
     python -m tests.benchmarks.flood --repetitions 5 --out flood.jsonl
 
 Each repetition kills a worker of a task on two nodes twice: while all is calm, and when a process has just begun to
-write with a third node's key, as fast as it can (`valid`: observations of 300 bytes; `junk`: messages of 760 KB;
-`calls`: of JetStream's API, which store nothing). Its login ends by
-the head's fuse (unicrond/service/trust/fuses.py), and it gets another one for the next repetition.
+write with a third node's key, as fast as it can (`valid`: observations of 300 bytes; `junk`: messages of 760 KB, `small
+junk`: of 200 KB; `calls`: of JetStream's API, which store nothing). Its login ends by the head's fuse
+(unicrond/service/trust/fuses.py), and it gets another one for the next repetition.
 Measured: until the transition of the killed worker's task is complete in the log; what the log grew by within 10 s of
 the flood's begin; what was sent, and for how long.
 """
@@ -21,6 +21,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.logins import Role
 
-SIZES_BYTES = {"valid": 300, "junk": 760_000, "calls": 0}
+SIZES_BYTES = {"valid": 300, "junk": 760_000, "small junk": 200_000, "calls": 0}
 
 
 async def size_of(log: Connection) -> tuple[int, int]:
@@ -77,8 +78,8 @@ async def once(live: Live, log: Connection, key: Path, kind: str) -> dict[str, A
     }
 
 
-async def measure(repetitions: int, out: Path) -> None:
-    """Measure both kinds, and print a table."""
+async def measure(repetitions: int, out: Path, kinds: Sequence[str]) -> None:
+    """Measure these kinds, and print a table."""
     with tempfile.TemporaryDirectory() as directory, out.open("a") as lines:
         async with live_cluster(Path(directory), nodes=2, workers=2, keys=True) as live:
             await live.submit(iterations=10**12, min_workers=2)
@@ -86,13 +87,13 @@ async def measure(repetitions: int, out: Path) -> None:
             login = Login(key=live.dev.state_dir / "keys" / f"{Role.OPERATOR}.key")
             log = await connect(f"nats://127.0.0.1:{live.dev.nats_port}", name="flood", login=login, timeout_s=10)
             rows = []
-            for kind in SIZES_BYTES:
+            for kind in kinds:
                 for _ in range(repetitions):
                     rows.append(await once(live, log, Path(directory) / "flooder.key", kind))
                     print(json.dumps(rows[-1]), file=lines, flush=True)
                     print(json.dumps(rows[-1]), flush=True)
             await log.close()
-    for kind in SIZES_BYTES:
+    for kind in kinds:
         chosen = [row for row in rows if row["kind"] == kind]
         figures = {
             name: [statistics.median(row[name] for row in chosen), max(row[name] for row in chosen)]
@@ -105,9 +106,10 @@ def main() -> None:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5, metavar="N")
+    parser.add_argument("--kinds", nargs="+", choices=SIZES_BYTES, default=tuple(SIZES_BYTES))
     parser.add_argument("--out", type=Path, default=Path("flood.jsonl"), metavar="FILE")
     arguments = parser.parse_args()
-    asyncio.run(measure(arguments.repetitions, arguments.out))
+    asyncio.run(measure(arguments.repetitions, arguments.out, arguments.kinds))
 
 
 if __name__ == "__main__":

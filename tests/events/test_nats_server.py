@@ -161,6 +161,29 @@ async def test_refused_connection_ends_on_cancel(tmp_path: Path) -> None:
         await server.kill()
 
 
+async def test_running_server_takes_new_users_from_a_version_with_other_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-server takes them at its start alone, and refuses a reload that changes them: no next head began."""
+    users = [load_or_create_key(tmp_path, login).user for login in ("coordinator", "operator")]
+    directory = tmp_path / "nats"
+    monkeypatch.setattr(module, "BUFFERED_BYTES", 4 << 20)
+    older = EmbeddedServer(directory, users=users[:1], dies_with_us=True)
+    await older.start()
+    monkeypatch.undo()
+    newer = EmbeddedServer(directory, users=users, dies_with_us=True)
+    size = f"max_buffered_size: {module.BUFFERED_BYTES} "
+    try:
+        assert await newer.start(), "it is adopted"
+        login = Login(key=tmp_path / "operator.key")
+        await (await connect(newer.url, name="operator", login=login, timeout_s=10)).close()
+        assert size not in (directory / "nats-server.conf").read_text()
+        await newer.restart()
+        assert size in (directory / "nats-server.conf").read_text()
+    finally:
+        await newer.kill()
+
+
 async def test_adopter_finds_address_of_server(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, host="127.0.0.7")
     await server.start()

@@ -49,6 +49,17 @@ def test_agent_that_keeps_its_pace_is_never_a_flood(said: list[tuple[int, int]],
     assert not entrance.excesses
 
 
+def test_restarted_agent_that_is_heard_late_is_no_flood() -> None:
+    """The most that two agents of a node may send: each all at once, and a message that is as large as can be; the
+    second one for 3 s more. The head was busy meanwhile, and hears it at once."""
+    first = paced([1024] * (PACE_KIB.size - 1) + [MAX_EVENT_BYTES], [0] * PACE_KIB.size, SECOND_US)
+    second = paced([1024] * 5_000, [0] * 5_000, SECOND_US)
+    sizes = [size for _, size in first] + [size for at_us, size in second if at_us <= 4 * SECOND_US] + [MAX_EVENT_BYTES]
+    assert sum(sizes) > 3_700_000
+    entrance = Entrance()
+    assert not any(entrance.take("n1", size, 4 * SECOND_US) for size in sizes)
+
+
 def info(acc: str, key: str) -> bytes:
     who = b'"host":"127.0.0.1","id":7,"acc":"%s","user":"%s"' % (acc.encode(), key.encode())
     return b'Nats-Request-Info: {"start":"2026-11-28T00:10:36.79Z",%s,"lang":"python3"}\r\n' % who
@@ -113,6 +124,18 @@ def test_flood_is_noticed_by_count_and_by_size(size_bytes: int, most: int) -> No
     assert not entrance.take("n2", size_bytes, SECOND_US), "each node has buckets of its own"
     entrance.forget("n1")
     assert not entrance.take("n1", size_bytes, SECOND_US), "it begins anew"
+
+
+@pytest.mark.parametrize("subject", [b"unicron.v1.obs.n1.CommandFailed", b"$JS.API.STREAM.INFO.UNICRON_EVENTS"])
+def test_headers_count_as_bodies_do(subject: bytes) -> None:
+    """They are stored beside them."""
+    head = Head()
+    head.state = replace(head.state, logins={"n1": NodeLogin(key=KEY)})
+    headers = b"NATS/1.0\r\nA: " + b"x" * 760_000 + b"\r\n" + info("AGENTS", KEY) + b"\r\n"
+    take = head.fuses._take if b".obs." in subject else head.fuses._take_call
+    for _ in range(8):
+        take(subject, b"", b"", headers)
+    assert list(head.fuses.look()) == ["n1"]
 
 
 def test_flood_that_ends_is_over_soon() -> None:

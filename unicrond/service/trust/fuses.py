@@ -29,7 +29,7 @@ import nats.errors
 from unicrond.core.nodes import brakes
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
-from unicrond.events.log.entrance import Entrance
+from unicrond.events.log.entrance import Entrance, heard_bytes
 from unicrond.events.log.subjects import PREFIX
 from unicrond.events.nats.connection import Connection
 from unicrond.events.trust.accounts import NatsAccount
@@ -100,14 +100,14 @@ class Fuses:
                 continue
             await session.disconnected.wait()
 
-    def _take(self, subject: bytes, _: bytes, body: bytes, __: bytes) -> None:
+    def _take(self, subject: bytes, _: bytes, body: bytes, headers: bytes) -> None:
         """Count one message."""
-        self._count(producer_of(subject.decode("utf-8", "replace")), len(body))
+        self._count(producer_of(subject.decode("utf-8", "replace")), heard_bytes(body, headers))
 
     def _take_call(self, _: bytes, __: bytes, body: bytes, headers: bytes) -> None:
         """Count one call of JetStream's API."""
         if key := caller_of(headers):
-            self._count(self._node_with(key), len(body))
+            self._count(self._node_with(key), heard_bytes(body, headers))
 
     def _node_with(self, key: str) -> str:
         """Return the node that logs in with this public key; "" where none does."""

@@ -171,8 +171,10 @@ class NodeLogins:
         if self._server is None:
             return True
         try:
+            await self._server.let_in(
+                [*roles, *users]
+            )  # first: while a node floods the disk, to write there takes long
             await asyncio.to_thread(remember, self._path, users)
-            await self._server.let_in([*roles, *users])
         except (ServerError, OSError) as error:
             self.trouble = str(error)
             return False
