@@ -19,6 +19,7 @@ from unicrond.agents.trainer import lifecycle
 from unicrond.agents.trainer.groups.shard_group import ALL_REPORT_MAX, report_after_s
 from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
+from unicrond.agents.trainer.lifecycle.candidates import row_of, without_storage
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
 from unicrond.agents.trainer.lifecycle.member_state import FOLLOWS
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
@@ -265,6 +266,20 @@ def test_unsound_state_falls_back_to_next() -> None:
     assert isinstance(seam, e.Compute) and seam.ledger.iteration == 6
     assert driven.member.origin == "memory" and driven.member.has_trained
     assert any(isinstance(one, e.Log) and "torn" in one.text for one in driven.done)
+
+
+def test_nothing_begins_from_the_seed_before_storage_was_seen() -> None:
+    """It hung, so what was nearer was tried first, and was torn."""
+    driven = Driven(membership(1, "t.1"), iterations=9)
+    driven.answers[e.CheckPeers] = lambda effect: (
+        row_of({"checkpoint": [5]}) if effect.must_see_storage else without_storage(row_of({"memory": [7]}))
+    )
+    driven.answers[e.LoadState] = lambda effect: (
+        "torn" if effect.candidate.iteration == 7 else LoadedState(5, 1.0, 10, "checkpoint", 2.0)
+    )
+    seam = driven.until(e.Compute)
+    assert isinstance(seam, e.Compute) and seam.ledger.iteration == 6
+    assert driven.member.origin == "checkpoint"
 
 
 # --- with faults ---------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def storage_of(directory: Path, run: RunOrigin) -> Sources:
     """Return where the one worker of a run of task t, on a node without memory, looks for states."""
     launch = SimpleNamespace(spec=TaskSpec(name="t", checkpoint=CheckpointSpec(dir=str(directory))), shard=0)
     replica = SimpleNamespace(shard=0, gather=lambda row: [row], all_true=bool)
-    context: Any = SimpleNamespace(launch=launch, replica=replica)
+    context: Any = SimpleNamespace(launch=launch, replica=replica, settings=SimpleNamespace(save_wait_s=60.0))
     nobody: Any = SimpleNamespace(peers=(), passes=None)
     return Sources(context, None, nobody, lambda trees: next(iter(trees)), run)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,11 +16,20 @@ from hypothesis import strategies as st
 
 from tests.integration.memory_nodes import OtherNode
 from unicrond.agents.protocol.memory import Memory
-from unicrond.agents.trainer.lifecycle.candidates import OFFERS_MAX, Candidate, Kind, newest, ordered, row_of, split
+from unicrond.agents.trainer.lifecycle.candidates import (
+    OFFERS_MAX,
+    Candidate,
+    Kind,
+    is_storage_seen,
+    newest,
+    ordered,
+    row_of,
+    split,
+)
 from unicrond.agents.trainer.states import sources
 from unicrond.agents.trainer.states.origins import RunOrigin
 from unicrond.agents.trainer.states.sources import Sources
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 
 told = st.fixed_dictionaries(
@@ -70,7 +84,7 @@ def test_other_layout_of_same_size_needs_all_shards(other: Shape, monkeypatch: p
     own = Shape(2, 2, vpp=2, ep=2)
     spec = TaskSpec(name="t", tp=2, pp=2, vpp=2, ep=2)
     launch = SimpleNamespace(spec=spec, task="t", shard=1, node="n1", worker="t.1")
-    context: Any = SimpleNamespace(launch=launch, replica=SimpleNamespace(gather=lambda row: [row]))
+    context: Any = SimpleNamespace(launch=launch, replica=SimpleNamespace(gather=lambda row: [row], all_true=bool))
     memories = {shard: kept({7: other, 5: own} if shard == 1 else {7: other}) for shard in range(4)}
     with (
         OtherNode("n1", {1: memories[1]}) as here,
@@ -89,3 +103,56 @@ def test_other_layout_of_same_size_needs_all_shards(other: Shape, monkeypatch: p
         assert split(tuple(looking.row(is_first=True)))["peer"] == [], "one shard is nowhere"
     for memory in memories.values():
         memory.close()
+
+
+def looking_for(directory: str, memory: Memory | None) -> Sources:
+    spec = TaskSpec(name="t", checkpoint=CheckpointSpec(dir=directory))
+    context: Any = SimpleNamespace(
+        launch=SimpleNamespace(spec=spec, task="t", shard=0, node="n1", worker="t.1"),
+        replica=SimpleNamespace(shard=0, gather=lambda row: [row], all_true=bool),
+        settings=SimpleNamespace(save_wait_s=0.1),
+    )
+    nobody: Any = SimpleNamespace(peers=(), passes=None)
+    return Sources(context, memory, nobody, lambda shards: next(iter(shards)), RunOrigin(spec))
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    """With the state after iteration 7."""
+    memory = kept({7: Shape()})
+    yield memory
+    memory.close()
+
+
+def test_hanging_storage_keeps_nobody_from_a_state_in_memory(
+    memory: Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The manifest is a FIFO, which hangs in the kernel until somebody writes to it."""
+    manifest = tmp_path / "iteration-00000009" / "manifest.json"
+    manifest.parent.mkdir()
+    os.mkfifo(manifest)
+    row = looking_for(str(tmp_path), memory).row(is_first=True)
+    assert split(row) == {"memory": [7], "peer": [], "checkpoint": []} and not is_storage_seen([row])
+    assert f"t.1: no state from {tmp_path}: no answer for 0 s" in capfd.readouterr().err
+    with ThreadPoolExecutor(1) as pool:
+        rows = [pool.submit(looking_for(str(tmp_path), None).row, is_first=True)]
+        assert not wait(rows, 0.5).done, "with nothing else it waits"
+        rows.append(pool.submit(looking_for(str(tmp_path), memory).row, is_first=True, must_see_storage=True))
+        while not all(row.done() for row in rows):
+            with suppress(OSError):  # nobody reads
+                os.close(os.open(manifest, os.O_WRONLY | os.O_NONBLOCK))
+            wait(rows, 0.01)
+    assert [split(row.result())["memory"] for row in rows] == [[], [7]]
+    assert all(is_storage_seen([row.result()]) for row in rows)
+
+
+def test_refusing_storage_keeps_nobody_from_a_state_in_memory(
+    memory: Memory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = "nowhere://bucket/prefix"
+    assert not is_storage_seen([looking_for(url, memory).row(is_first=True)])
+    assert f"t.1: no state from {url}: OSError: " in capfd.readouterr().err
+    with pytest.raises(OSError, match="nowhere"):
+        looking_for(url, None).row(is_first=True)
+    with pytest.raises(OSError, match="nowhere"):
+        looking_for(url, memory).row(is_first=True, must_see_storage=True)

@@ -22,6 +22,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 #: How many iterations of each kind a member offers, the newest first.
 OFFERS_MAX: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
 ROW_WORDS = sum(OFFERS_MAX.values())
+#: The last word of a row whose replica has something to offer, and could not look at storage.
+_UNSEEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,16 @@ def row_of(offers: dict[Kind, list[int]]) -> list[int]:
         iterations = sorted(offers.get(kind, []), reverse=True)[: OFFERS_MAX[kind]]
         row += iterations + [0] * (OFFERS_MAX[kind] - len(iterations))
     return row
+
+
+def without_storage(row: Sequence[int]) -> list[int]:
+    """Return a row, which offers nothing of storage, as one that says that nobody could look there."""
+    return [*row[:-1], _UNSEEN]
+
+
+def is_storage_seen(rows: Sequence[Sequence[int]]) -> bool:
+    """Return whether the rows have what storage has, as far as anybody was to look there."""
+    return all(row[-1] != _UNSEEN for row in rows)
 
 
 def split(row: Sequence[int]) -> dict[Kind, list[int]]:

@@ -320,10 +320,12 @@ class Settle(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class CheckPeers(Effect[Sequence[int]]):
-    """Return what this replica can offer (`candidates.row_of`). `is_first`: it also asks peers and looks at storage."""
+    """Return what this replica can offer (`candidates.row_of`). `is_first`: it also asks peers and looks at storage.
+    `must_see_storage`: however long that takes."""
 
     is_first: bool
     membership: GroupMembership
+    must_see_storage: bool = False
 
 
 @dataclass(frozen=True, slots=True)

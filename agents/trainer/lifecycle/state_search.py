@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unicrond.agents.trainer.lifecycle.candidates import newest, ordered
+from unicrond.agents.trainer.lifecycle.candidates import is_storage_seen, newest, ordered
 from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRows, LoadState, Log, Send
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, resume_after
 from unicrond.agents.trainer.lifecycle.results import LoadedState, StateLost
@@ -14,14 +14,37 @@ _TRIED_CHARS = 1024
 
 
 def find_state(member: MemberState) -> Flow[int]:
-    """Have one member load the newest state that any can; return its rank. Throws GroupBroken, MembershipSuperseded;
-    raises StateLost."""
+    """Have one member load the newest state that any can; return its rank. Where storage hangs, what is nearer is tried
+    first; nothing begins from the seed unseen. Throws GroupBroken, MembershipSuperseded; raises StateLost."""
     assert member.membership is not None
     started_s, rank = member.clock(), member.rank
     failures: list[str] = []
     row = yield from CheckPeers(rank == 0, member.membership)
     rows = yield from GatherRows(row)
     loaded_iteration, loader = yield from _program_states(member)
+    source = yield from _load_best(member, rows, loaded_iteration, started_s, failures)
+    if source is None and not is_storage_seen(rows):
+        row = yield from CheckPeers(rank == 0, member.membership, must_see_storage=True)
+        rows = yield from GatherRows(row)
+        source = yield from _load_best(member, rows, loaded_iteration, started_s, failures)
+    if source is not None:
+        return source
+    seed = loader if loaded_iteration else (yield from _untouched(member))
+    if rank == seed:
+        member.origin = "checkpoint" if loaded_iteration else "init"
+        yield from resume_after(member, loaded_iteration)
+        yield from report_loaded(
+            member, member.origin, LoadedState(loaded_iteration, 0.0, 0), started_s, failures, loaded_iteration
+        )
+    return seed
+
+
+def _load_best(
+    member: MemberState, rows: Sequence[Sequence[int]], loaded_iteration: int, started_s: float, failures: list[str]
+) -> Flow[int | None]:
+    """Have one member load the newest state that `rows` name and that is newer than the program's; return its rank,
+    None where none is sound. Adds to `failures`."""
+    rank = member.rank
     for candidate in ordered(rows):
         if candidate.iteration <= loaded_iteration:
             break
@@ -41,14 +64,7 @@ def find_state(member: MemberState) -> Flow[int]:
                 stored = newest(rows, "checkpoint")
                 yield from report_loaded(member, candidate.kind, outcome, started_s, failures, stored)
             return candidate.rank
-    seed = loader if loaded_iteration else (yield from _untouched(member))
-    if rank == seed:
-        member.origin = "checkpoint" if loaded_iteration else "init"
-        yield from resume_after(member, loaded_iteration)
-        yield from report_loaded(
-            member, member.origin, LoadedState(loaded_iteration, 0.0, 0), started_s, failures, loaded_iteration
-        )
-    return seed
+    return None
 
 
 def _program_states(member: MemberState) -> Flow[tuple[int, int]]:

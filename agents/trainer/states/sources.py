@@ -4,6 +4,8 @@ Rules
 -----
 * Every replica says which iterations all its shards find in their nodes' memory; member 0's replica also asks the
   other nodes, and looks at storage. All this is gathered; the order in which they are tried: `candidates.py`.
+* Storage that refuses, or hangs for longer than `UNICRON_SAVE_WAIT_S`, keeps nobody from a state in memory. Where there
+  is none, or none is sound, it is waited for, and what it raises is raised: nobody begins from the seed unseen.
 * A state of another layout than the task has now is as good as one of its own: it is there where all shards of
   that layout are found, on whatever nodes, this one among them; each new shard puts its own together (`resharding.py`).
 * A state is believed when its digest is right, its names, shapes and dtypes fit, and every number is finite, for all
@@ -15,6 +17,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +29,7 @@ from unicrond.agents.protocol import memory_exchange
 from unicrond.agents.protocol.memory import Memory, StateHead, digest_of
 from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching
 from unicrond.agents.protocol.messages import GroupMembership
+from unicrond.agents.trainer.lifecycle import candidates
 from unicrond.agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.states import checkpoint, origins
@@ -65,13 +69,18 @@ class Sources:
         #: Of what was loaded last: its layout where that is another than the task's, else "".
         self.resharded_from = ""
 
-    def row(self, *, is_first: bool) -> list[int]:
-        """Return what this replica has to offer. All its shards call this. `is_first`: it is member 0's."""
+    def row(self, *, is_first: bool, must_see_storage: bool = False) -> list[int]:
+        """Return what this replica has to offer. All its shards call this. `is_first`: it is member 0's. Raises OSError
+        of storage, where it has nothing else or must see that."""
         heads = [] if self._memory is None else self._memory.heads()
         offers: dict[Kind, list[int]] = {"memory": [head.iteration for head in heads if head.layout == self._layout]}
         if is_first:
             offers["peer"] = self._ask_peers()
-            offers["checkpoint"] = self._look_at_storage()
+            must_see_storage |= not any(self._common(offers).values())
+            is_seen = self._look_at_storage(must=must_see_storage)
+            offers["checkpoint"] = list(self._stored)
+            if not self._context.replica.all_true(is_seen):
+                return candidates.without_storage(row_of(self._common({**offers, "checkpoint": []})))
         return row_of(self._common(offers))
 
     def load(self, candidate: Candidate) -> tuple[Tree, int]:
@@ -124,16 +133,43 @@ class Sources:
                 self._peer_shards.setdefault(iteration, (layout, shards))
         return list(self._peer_shards)
 
-    def _look_at_storage(self) -> list[int]:
-        spec = self._context.launch.spec
-        if spec.checkpoint.dir:
-            directory, start = spec.checkpoint.dir, self._origin.start
-            if start.mode == "fork":
-                if self._context.replica.shard == 0:
-                    checkpoint.fork(start.source_dir, start.source, directory, spec.name, self._origin)
-                self._context.replica.all_true(True)
+    def _look_at_storage(self, *, must: bool) -> bool:
+        """Note what storage has; return False where it does not say, though it need not (`must`)."""
+        spec, start = self._context.launch.spec, self._origin.start
+        directory = spec.checkpoint.dir
+        if not directory:
+            return True
+        if start.mode == "fork":
+            fork = partial(checkpoint.fork, start.source_dir, start.source, directory, spec.name, self._origin)
+            is_done = self._context.replica.shard != 0 or self._answers(fork, must=must)
+            if not self._context.replica.all_true(is_done):
+                return False
+
+        def look() -> None:
+            """Note what is there."""
             self._stored = checkpoint.newest_iterations(directory, spec.name, self._origin)
-        return list(self._stored)
+
+        return self._answers(look, must=must)
+
+    def _answers(self, question: Callable[[], None], *, must: bool) -> bool:
+        """Ask storage, in a thread; return whether it has answered in time, if it need not (`must`)."""
+        spec, limit_s = self._context.launch.spec, self._context.settings.save_wait_s
+        pool = ThreadPoolExecutor(1, "look")
+        answer = pool.submit(question)
+        pool.shutdown(wait=False)
+        wait([answer], limit_s)
+        problem = "" if answer.done() else f"no answer for {limit_s:.0f} s"
+        try:
+            if must or not problem:
+                answer.result()
+                return True
+        except OSError as error:
+            if must:
+                raise
+            problem = f"{type(error).__name__}: {error}"
+        worker = self._context.launch.worker
+        print(f"{worker}: no state from {spec.checkpoint.dir}: {problem}", file=sys.stderr, flush=True)
+        return False
 
     # --- taking ----------------------------------------------------------------------------------
 
