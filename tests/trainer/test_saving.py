@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -94,3 +95,19 @@ def test_last_word_is_published_though_the_capture_before_failed_after_its_claim
     assert (tmp_path / ".draft-00000005-0-3").is_dir(), "nothing was written over files that have their records"
     for shard in range(2):
         assert same(checkpoint.load(tmp_path, "t", 5, shard)[0]["optimizer"], tree(5)["optimizer"])
+
+
+def test_write_without_memory_is_given_up_when_it_is_late(tmp_path: Path) -> None:
+    """The shard's record is a FIFO without a reader; training would have waited for ten times as long."""
+    record = tmp_path / ".draft-00000005-0-3" / "shard-0.json.new"
+    record.parent.mkdir()
+    os.mkfifo(record)
+    shards = ShardsInThreads(tmp_path, 1, wait_s=2.0)
+    shards.together(lambda saving: saving._write_now(5, 3, 0.5, must=False))
+    late, given_up = [event.reason for event in shards.of(SaveFailed)]
+    assert "it goes on" in late
+    assert given_up.endswith("given up") and float(given_up.split(" for ")[1].split()[0]) < 10
+    (saving,) = shards.savings
+    while saving._storage.is_busy:
+        with suppress(OSError):  # it has not come to the record yet
+            os.close(os.open(record, os.O_RDONLY | os.O_NONBLOCK))

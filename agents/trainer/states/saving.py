@@ -12,7 +12,7 @@ Rules
 * A capture has no turn while the one before is not sealed, or while the slot is being read. Storage has no turn while
   it is still being written to; an interval from the task file is a promise, though: there training waits.
 * Where memory has no room for two states, or the last word must be on storage before the process ends, the state
-  is written at once, and training waits.
+  is written at once, and training waits: until the write is late, for the last word until it is given up.
 * Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
 * Where the optimizer's state is sharded, the first replica says in the agreement on an iteration that it is going to
   save it (`due`), all then give it their parts, and what it saves is the whole state (`whole`).
@@ -289,7 +289,7 @@ class Saving:
             if is_free:
                 tree = partial(self._tree, iteration, loss)
                 write = storage.begin(job, tree, self._midway(iteration), ExitStack())
-                storage.wait(last_word=True)  # what is written changes with the next iteration
+                storage.wait(last_word=must)  # what is written changes with the next iteration
                 failure = storage.give_up() or write.failure
             if must and failure is not None:
                 raise failure
