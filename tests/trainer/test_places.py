@@ -14,8 +14,8 @@ from tests.integration.object_store import S3Server
 from tests.trainer.test_checkpoint import same, tree
 from tests.trainer.test_origins import run_of
 from unicrond.agents.trainer.states import checkpoint, places
-from unicrond.agents.trainer.states.origins import RunOrigin
-from unicrond.agents.trainer.states.places import ObjectPrefix, StateDirectory, place_of
+from unicrond.agents.trainer.states.origins import RunOrigin, origin_of
+from unicrond.agents.trainer.states.places import ObjectPrefix, StateDirectory, StatePlace, place_of
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.events.vocabulary.shape import Shape
 
@@ -161,6 +161,36 @@ def test_restart_puts_earlier_states_aside(url: str) -> None:
     assert place_of(url).iterations() == [15]
     assert list(checkpoint.newest_iterations(f"{url}/before-b", "t")) == [20, 10]
     assert same(checkpoint.load(f"{url}/before-b", "t", 20, 0)[0], tree(20))
+
+
+def test_failed_publication_leaves_the_origin_of_the_one_before(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest is not written; what stands there has still the settings that it was made with."""
+    write(url, 10, origin=run_of("a"))
+    put = type(place_of(url)).write
+
+    def refuse_manifest(place: StatePlace, name: str, data: bytes) -> None:
+        if name.endswith("manifest.json"):
+            raise OSError("refused")
+        put(place, name, data)
+
+    with monkeypatch.context() as storage:
+        storage.setattr(type(place_of(url)), "write", refuse_manifest)
+        with pytest.raises(OSError, match="refused"):
+            checkpoint.write(job(url, 10, origin=run_of("a", seed=2), writer="0-4"), tree(10))
+    made = origin_of(place_of(url), 10)
+    assert made is not None and made.settings["seed"] == "1"
+
+
+def test_origin_is_read_where_it_was_until_now(objects: ObjectPrefix) -> None:
+    url = url_of(objects)
+    write(url, 10, origin=run_of("a"))
+    (name,) = (name.lstrip("/") for name in names(objects) if name.endswith("made-with.json"))
+    objects.write("iteration-00000010/made-with.json", objects.content(name))
+    objects._store.rm_file(f"{objects._root}/{name}")
+    made = origin_of(objects, 10)
+    assert made is not None and made.run_id == "a"
+    objects.remove(10)
+    assert names(objects) == []
 
 
 def test_fork_copies_newest_state_between_places(url: str, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
     <dir>/iteration-00000120/made-with.json    which run has made it, with which settings (origins.py)
     <dir>/iteration-00000120/shard-0/          torch's distributed-checkpoint format: .metadata, __0_0.distcp
 
-<dir> is a directory or a prefix of an object store (`places.py`).
+<dir> is a directory or a prefix of an object store (`places.py`), where all but the manifest are in a folder of the
+attempt's.
 
 Rules
 -----
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -38,13 +38,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from unicrond.agents.trainer.states import origins
 from unicrond.agents.trainer.states.origins import RunOrigin
-from unicrond.agents.trainer.states.places import MANIFEST, NAME, StatePlace, name_of, place_of
+from unicrond.agents.trainer.states.places import FOLDER, MANIFEST, NAME, StatePlace, name_of, place_of
 from unicrond.agents.trainer.states.state import BadState, flatten, shapes, unflatten
 from unicrond.agents.trainer.states.state_bytes import check, named_tensors
 from unicrond.events.vocabulary.shape import Shape
 
 FORMAT = 3
-_FOLDER = re.compile(r"(try-[A-Za-z0-9_-]+)?")
 _SKELETON = "skeleton"
 _CHUNK_BYTES = 1 << 20
 
@@ -282,7 +281,7 @@ def _manifest(place: StatePlace, task: str, iteration: int) -> CheckpointManifes
         raise BadState(f"its manifest is of task {manifest.task}, iteration {manifest.iteration}")
     if len(manifest.shards) != manifest.tp * manifest.pp:
         raise BadState(f"it has {len(manifest.shards)} shards, of tp * pp = {manifest.tp} * {manifest.pp}")
-    if not _FOLDER.fullmatch(manifest.folder):
+    if not FOLDER.fullmatch(manifest.folder):
         raise BadState(f"its manifest names {manifest.folder!r}, which is no folder of an attempt")
     for number, record in enumerate(manifest.shards):
         for file in record.files:

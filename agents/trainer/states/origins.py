@@ -1,6 +1,6 @@
 """Which run of a task's name has made a saved state, with which settings, and whether this run may go on from it.
 
-    <dir>/iteration-00000120/made-with.json    beside the manifest: run, settings, the program's own checkpoint
+    <dir>/iteration-00000120/made-with.json    beside the shards: run, settings, the program's own checkpoint
     <dir>/before-<run>/iteration-00000120      kept from earlier runs, out of the way of this one; never deleted
 
 Rules
@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from unicrond.agents.trainer.states.places import StatePlace, name_of
+from unicrond.agents.trainer.states.places import FOLDER, MANIFEST, StatePlace, name_of
 from unicrond.agents.trainer.states.state import BadState, StateRefused
 from unicrond.events.megatron.training_settings import CHANGEABLE, differences, refusal, settings_of
 from unicrond.events.vocabulary import TaskSpec, TaskStart
@@ -47,6 +47,12 @@ class Origin(msgspec.Struct, frozen=True):
     run_id: str = ""
     settings: dict[str, str] = {}
     program_iteration: int = 0
+
+
+class _ManifestFolder(msgspec.Struct, frozen=True):
+    """Read of a manifest where the files of its attempt are."""
+
+    folder: str = ""
 
 
 class RunOrigin:
@@ -123,10 +129,24 @@ def origin_in(tree: Mapping[str, Any]) -> Origin | None:
 def origin_of(place: StatePlace, iteration: int) -> Origin | None:
     """Return the origin of the checkpoint after `iteration`; None where nothing there says it. Raises OSError where the
     file cannot be read: whose the state is, nobody knows then."""
+    name = name_of(iteration)
+    for folder in dict.fromkeys((_attempt_of(place, iteration), "")):  # until now it was never in the attempt's
+        try:
+            return msgspec.json.decode(place.content(f"{name}/{folder}/{FILE}".replace("//", "/")), type=Origin)
+        except FileNotFoundError:
+            continue
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+    return None
+
+
+def _attempt_of(place: StatePlace, iteration: int) -> str:
+    """Return the folder that the manifest names; "" where it names none."""
     try:
-        return msgspec.json.decode(place.content(f"{name_of(iteration)}/{FILE}"), type=Origin)
+        folder = msgspec.json.decode(place.content(f"{name_of(iteration)}/{MANIFEST}"), type=_ManifestFolder).folder
     except (FileNotFoundError, msgspec.MsgspecError, ValueError, RecursionError):
-        return None
+        return ""
+    return folder if FOLDER.fullmatch(folder) else ""
 
 
 def put_aside(place: StatePlace, iterations: Iterable[int], start: TaskStart, iteration: int) -> None:

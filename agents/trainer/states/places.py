@@ -33,11 +33,13 @@ from unicrond.events.vocabulary.tasks import is_url
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"^iteration-([0-9]{8,})$")
+#: Of a checkpoint's own, with the files of the attempt that was published; "": there is none.
+FOLDER = re.compile(r"(try-[A-Za-z0-9_-]+)?")
 _DRAFT = re.compile(r"^\.draft-([0-9]{8,})-")
 #: What this module puts below `iteration-<number>/` in an object store.
 _OBJECT_NAME = re.compile(
     r"(manifest\.json|made-with\.json"
-    r"|try-[A-Za-z0-9_-]+/(publisher|shard-[0-9]+\.json|shard-[0-9]+/(\.metadata|__[0-9]+_[0-9]+\.distcp)))"
+    r"|try-[A-Za-z0-9_-]+/(publisher|made-with\.json|shard-[0-9]+\.json|shard-[0-9]+/(\.metadata|__[0-9]+_[0-9]+\.distcp)))"
 )
 _SCRATCH = "unicron-state-"
 
@@ -86,8 +88,8 @@ class StatePlace(ABC):
 
     @abstractmethod
     def publish(self, draft: str, iteration: int, texts: Mapping[str, bytes], *, replace: bool = True) -> None:
-        """Make a draft the checkpoint after `iteration`, with these small files, MANIFEST the last of them. Unless it
-        may `replace` one, the first stays."""
+        """Make a draft the checkpoint after `iteration`, with these small files, MANIFEST the last of them, the others
+        beside the draft's own. Unless it may `replace` one, the first stays."""
 
     @abstractmethod
     def move(self, iteration: int, archive: str) -> str:
@@ -299,7 +301,7 @@ class ObjectPrefix(StatePlace):
         if not replace and self._ask("exists", self._at(iteration)):
             return
         for name in sorted(texts, key=lambda name: name == MANIFEST):
-            self.write(f"{name_of(iteration)}/{name}", texts[name])
+            self.write(f"{name_of(iteration) if name == MANIFEST else draft}/{name}", texts[name])
 
     def move(self, iteration: int, archive: str) -> str:
         """Copy all of it, its manifest last, and remove what was copied."""
