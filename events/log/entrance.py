@@ -10,6 +10,8 @@ Rules
 * What is counted is what the NATS server hears, headers and all, before it is stored or decoded.
 * The log may not be purged, so the entrance's bucket of KiB is no wider than an agent needs that is started again
   after it has sent all it may at once, to a head that was busy for 3 s.
+* What an agent reads is counted apart: each command takes a call and an acknowledgement, and after an outage there may
+  be many.
 * A node that has written too much stays in `excesses` until it is forgotten (`forget`): when people let it in again.
 * A flood says what it was since its bucket was last full: so many messages and KiB within so long.
 
@@ -46,9 +48,13 @@ class Bucket(msgspec.Struct, frozen=True):
 #: any of it is left.
 PACE = Bucket(1024, _SECOND_US // 200)
 PACE_KIB = Bucket(512, _SECOND_US // 400)
+#: Of the commands that an agent asks for (events/nats/commands.py).
+READS = Bucket(512, _SECOND_US // 200)
 #: Of a node at the head (service/trust/fuses.py): 400 messages and 700 KiB a second.
 ENTRANCE = Bucket(2560, _SECOND_US // 400)
 ENTRANCE_KIB = Bucket(3 * 1024, _SECOND_US // 700)
+#: Two messages for each command.
+ENTRANCE_READS = Bucket(3584, _SECOND_US // 600)
 
 
 #: The first line of headers and the last.
@@ -91,6 +97,7 @@ class _NodeCount(msgspec.Struct):
 
     paid_us: int = 0
     paid_kib_us: int = 0
+    paid_reads_us: int = 0
     begin_us: int = 0
     messages: int = 0
     size_kib: int = 0
@@ -103,17 +110,19 @@ class Entrance:
         self.excesses: dict[str, Excess] = {}
         self._counts: dict[str, _NodeCount] = {}
 
-    def take(self, node: str, size_bytes: int, at_us: int) -> bool:
-        """Count one message that came at `at_us`; return whether it is too much."""
+    def take(self, node: str, size_bytes: int, at_us: int, *, is_read: bool = False) -> bool:
+        """Count one message that came at `at_us`; return whether it is too much. `is_read`: it asks for a command, or
+        acknowledges one."""
         count = self._counts.get(node)
         if count is None:
             count = self._counts[node] = _NodeCount()
-        if at_us >= count.paid_us and at_us >= count.paid_kib_us:
+        if at_us >= max(count.paid_us, count.paid_kib_us, count.paid_reads_us):
             count.begin_us, count.messages, count.size_kib = at_us, 0, 0
         size_kib = kib(size_bytes)
         count.messages += 1
         count.size_kib += size_kib
-        is_excess = bool(ENTRANCE.pause_us(count.paid_us, at_us) or ENTRANCE_KIB.pause_us(count.paid_kib_us, at_us))
+        bucket, paid_us = (ENTRANCE_READS, count.paid_reads_us) if is_read else (ENTRANCE, count.paid_us)
+        is_excess = bool(bucket.pause_us(paid_us, at_us) or ENTRANCE_KIB.pause_us(count.paid_kib_us, at_us))
         if is_excess:
             first = self.excesses.get(node)
             if first is None:
@@ -121,8 +130,11 @@ class Entrance:
                 first = Excess(count.messages, count.size_kib, duration_us, at_us)
             self.excesses[node] = msgspec.structs.replace(first, last_us=at_us)
         # What is too much is not paid for: a bucket is full again as soon after a long flood as after a short one.
+        elif is_read:
+            count.paid_reads_us = bucket.paid_us(paid_us, at_us)
+            count.paid_kib_us = ENTRANCE_KIB.paid_us(count.paid_kib_us, at_us, size_kib - 1)
         else:
-            count.paid_us = ENTRANCE.paid_us(count.paid_us, at_us)
+            count.paid_us = bucket.paid_us(paid_us, at_us)
             count.paid_kib_us = ENTRANCE_KIB.paid_us(count.paid_kib_us, at_us, size_kib)
         return is_excess
 

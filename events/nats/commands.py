@@ -20,6 +20,7 @@ Rules
   delivery does no harm.
 * Delivered MAX_DELIVER times and never acknowledged, a command is left behind: it would otherwise kill
   every agent that comes. The coordinator's deadline for it decides what then.
+* Commands are asked for at a pace (READS): a backlog is no flood to the head, which counts what an agent asks.
 * Silence of the server means: ask again, on the session of the moment.
 """
 
@@ -30,7 +31,7 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ import nats.errors
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
+from unicrond.events.log.entrance import READS
 from unicrond.events.log.event_log import LogError
 from unicrond.events.log.subjects import EVENT_STREAM, WARRANT_HEADER, agent_consumer, entry, feed_subjects
 from unicrond.events.nats.connection import Backoff, Connection, NoReply, PublishDenied, Session
@@ -192,6 +194,8 @@ class NatsCommandFeed:
         #: The last entry that was handled.
         self.handled_seq = after_seq
         self._tasks: frozenset[str] | None = None
+        #: Until when the commands that were asked for are paid for (Bucket).
+        self._paid_us = 0
 
     async def follow(self, tasks: Collection[str]) -> None:
         """Set the tasks to follow (CommandFeed.follow).
@@ -225,7 +229,8 @@ class NatsCommandFeed:
                 else:
                     await self._wait_for_consumer()
                 session = await self._connection.session()
-                async with aclosing(_pull(session, agent_consumer(self._node), backoff.reset)) as messages:
+                pulled = _pull(session, agent_consumer(self._node), backoff.reset, self._keep_pace)
+                async with aclosing(pulled) as messages:
                     async for message in messages:
                         backoff.reset()
                         stored = stored_message(message)
@@ -245,6 +250,13 @@ class NatsCommandFeed:
                 logger.info("reading commands for %s was interrupted (%s); continuing", self._node, error)
                 self._on_interrupted()
                 await backoff.wait_after(error)
+
+    async def _keep_pace(self) -> None:
+        """Wait until the next command may be asked for."""
+        loop = asyncio.get_running_loop()
+        if pause_us := READS.pause_us(self._paid_us, int(loop.time() * 1e6)):
+            await asyncio.sleep(pause_us / 1e6)
+        self._paid_us = READS.paid_us(self._paid_us, int(loop.time() * 1e6))
 
     async def _wait_for_consumer(self) -> None:
         """Wait until the coordinator has made the consumer with the filter that this node needs."""
@@ -304,10 +316,12 @@ class _Arrivals:
         return message
 
 
-async def _pull(session: Session, consumer: str, is_alive: Callable[[], None]) -> AsyncGenerator[Msg, None]:
+async def _pull(
+    session: Session, consumer: str, is_alive: Callable[[], None], keep_pace: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Msg, None]:
     """Yield messages of a pull consumer until the session or the consumer is gone (_ConsumerSilent).
 
-    `is_alive`: called where the server reports that there is nothing new.
+    `is_alive`: called where the server reports that there is nothing new. `keep_pace`: waits before each request.
     """
     inbox = session.client.new_inbox()
     arrivals = _Arrivals()
@@ -322,6 +336,7 @@ async def _pull(session: Session, consumer: str, is_alive: Callable[[], None]) -
     pull_request = {"batch": 1, "expires": PULL_EXPIRES_S * NANOS, "idle_heartbeat": NANOS}
     try:
         while True:
+            await keep_pace()
             await session.publish(
                 f"$JS.API.CONSUMER.MSG.NEXT.{EVENT_STREAM}.{consumer}", json.dumps(pull_request).encode(), reply=inbox
             )

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, TERM_SUBJECT, standing_subjects
 from unicrond.events.trust.logins import (
+    AGENT_ACKS,
     AGENT_CALLS,
     API,
     CACHE_STREAM,
@@ -109,7 +110,7 @@ LOANS = (
         _service(f"{API}.DIRECT.GET.{EVENT_STREAM}.{subject}", NatsAccount.AGENTS)
         for subject in (TERM_SUBJECT, *standing_subjects("*"))
     ),
-    _service(f"$JS.ACK.{EVENT_STREAM}.*.>", NatsAccount.AGENTS),
+    _service(AGENT_ACKS, NatsAccount.AGENTS),
     *(_service(f"{API}.STREAM.INFO.{name}", NatsAccount.READERS) for name in (BEAT_STREAM, CACHE_STREAM)),
     *(
         loan
@@ -229,9 +230,14 @@ def _export_entry(loan: Loan) -> dict[str, Any]:
 def _import_entry(loan: Loan, account: NatsAccount) -> dict[str, Any]:
     """Format an import."""
     source, local = {"account": loan.lender, "subject": loan.subject}, local_name(loan.subject, account)
-    share = {"share": True} if account is NatsAccount.AGENTS and loan.subject in AGENT_CALLS else {}  # says who asks
+    share = {"share": True} if _says_who_asks(loan, account) else {}
     name = {"to": local} if local != loan.subject else {}
     return {"service" if loan.is_service else "stream": source, **name, **share}
+
+
+def _says_who_asks(loan: Loan, account: NatsAccount) -> bool:
+    """Say whether the lender gets to know who asks, to count it."""
+    return account is NatsAccount.AGENTS and loan.subject in AGENT_CALLS
 
 
 def _user_entry(user: User) -> dict[str, Any]:
@@ -315,7 +321,7 @@ def _nsc_import(loan: Loan, account: NatsAccount) -> str:
     """Return the command that borrows a subject; the shell knows the lender's public key by its name."""
     name = f"{loan.subject} of {loan.lender}"
     words = ["--name", name, "--remote-subject", loan.subject, "--local-subject", local_name(loan.subject, account)]
-    service = " --service" if loan.is_service else ""
+    service = " --service" * loan.is_service + " --share" * _says_who_asks(loan, account)
     return f'nsc add import --account {account} --src-account "${loan.lender}" {shlex.join(words)}{service}'
 
 

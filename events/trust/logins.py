@@ -56,6 +56,8 @@ AGENT_CALLS = (
     *(f"{API}.CONSUMER.{call}.{EVENT_STREAM}.*" for call in ("INFO", "MSG.NEXT")),
     *(f"{API}.DIRECT.GET.{EVENT_STREAM}.{subject}" for subject in (TERM_SUBJECT, *standing_subjects("*"))),
 )
+#: What agents acknowledge.
+AGENT_ACKS = f"$JS.ACK.{EVENT_STREAM}.*.>"
 
 
 class Role(StrEnum):
@@ -183,8 +185,8 @@ def _coordinator(inbox: str) -> Rights:
             *(f"{API}.STREAM.{verb}.{_HEADS}" for verb in ("CREATE", "INFO", "MSG.GET")),
             USER_INFO,
         ),
-        # Observations, heartbeats and calls as the server hears them, to count them by node.
-        (inbox, f"$KV.{HEADS_BUCKET}.leader", f"{PREFIX}.obs.*.*", f"{PREFIX}.beat.*", *AGENT_CALLS),
+        # What agents write and ask for as the server hears it, to count it by node.
+        (inbox, f"$KV.{HEADS_BUCKET}.leader", f"{PREFIX}.obs.*.*", f"{PREFIX}.beat.*", *AGENT_CALLS, AGENT_ACKS),
     )
 
 

@@ -5,7 +5,7 @@ the log grows.
 
 Each repetition kills a worker of a task on two nodes twice: while all is calm, and when a process has just begun to
 write with a third node's key, as fast as it can (`valid`: observations of 300 bytes; `junk`: messages of 760 KB, `small
-junk`: of 200 KB; `calls`: of JetStream's API, which store nothing). Its login ends by the head's fuse
+junk`: of 200 KB; `calls`: of JetStream's API, which store nothing, nor do `acks`). Its login ends by the head's fuse
 (unicrond/service/trust/fuses.py), and it gets another one for the next repetition.
 Measured: until the transition of the killed worker's task is complete in the log; what the log grew by within 10 s of
 the flood's begin; what was sent, and for how long.
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.integration.flooder import ACKNOWLEDGEMENTS, CALLS
 from tests.integration.live import Live, live_cluster, seats
 from tests.integration.test_flooding_node import NODE, enrol, flooder
 from unicrond.events.log.subjects import EVENT_STREAM
@@ -32,7 +33,7 @@ from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.logins import Role
 
-SIZES_BYTES = {"valid": 300, "junk": 760_000, "small junk": 200_000, "calls": 0}
+SIZES_BYTES = {"valid": 300, "junk": 760_000, "small junk": 200_000, "calls": CALLS, "acks": ACKNOWLEDGEMENTS}
 
 
 async def size_of(log: Connection) -> tuple[int, int]:

@@ -121,7 +121,7 @@ class Server(EmbeddedServer):
             case ["add", "import"]:
                 lender = self._accounts[flags["src-account"].removeprefix("$")].owner.name
                 entry = {"name": flags["name"], "subject": flags["remote-subject"], "account": lender, **kind}
-                entry["local_subject"] = flags["local-subject"]
+                entry |= {"local_subject": flags["local-subject"], "share": "share" in flags}
                 self._accounts[flags["account"]].imports.append(entry)
             case _:
                 raise AssertionError(words)

@@ -1,5 +1,6 @@
 """Writes to the log with a node's key, as fast as one process can, until the server ends it: valid observations, or
-junk where they are to be larger than observations can be; of size 0 calls of JetStream's API.
+junk where they are to be larger than observations can be; of size 0 calls of JetStream's API; of size -1
+acknowledgements.
 
     python -m tests.integration.flooder URL KEY NODE SECONDS SIZE_BYTES
 
@@ -25,6 +26,7 @@ from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope
 
 TEXT_BYTES_MAX = 1_000
+CALLS, ACKNOWLEDGEMENTS = 0, -1
 
 
 async def flood(url: str, key: Path, node: str, duration_s: float, size_bytes: int) -> dict[str, float]:
@@ -47,7 +49,9 @@ async def flood(url: str, key: Path, node: str, duration_s: float, size_bytes: i
         envelope = Envelope(producer=node, boot=boot, number=number, observed_at_us=1, event=event)
         is_junk = number > 1 and size_bytes > TEXT_BYTES_MAX
         try:
-            if number > 1 and not size_bytes:
+            if number > 1 and size_bytes == ACKNOWLEDGEMENTS:
+                await client.publish(f"$JS.ACK.{EVENT_STREAM}.{login}.1.{number}.{number}.{boot}000.0", b"+ACK")
+            elif number > 1 and size_bytes == CALLS:
                 await client.publish(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", reply=f"{inbox_prefix(login)}.x")
             else:
                 await client.publish(subject(envelope), b"x" * size_bytes if is_junk else encode(envelope))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.flooder import ACKNOWLEDGEMENTS, CALLS
 from tests.integration.head import UNICROND
 from tests.integration.live import Live, live_cluster, seats
 
@@ -48,7 +49,7 @@ async def test_login_of_flooding_node_ends(tmp_path: Path) -> None:
         assert f"node-floods:{NODE}" in alarms and f"unicrond enroll {NODE}" in alarms, alarms
         healed = await live.until("the worker is replaced", lambda s: victim not in seats(s) and len(seats(s)) == 2)
         assert healed.nodes.keys() == {*before.nodes, NODE}
-        for size_bytes in (700_000, 0):
+        for size_bytes in (700_000, CALLS, ACKNOWLEDGEMENTS):
             key.unlink()
             await enrol(live, key)
             await live.until("it may log in", lambda s: NODE in s.logins)
@@ -58,4 +59,4 @@ async def test_login_of_flooding_node_ends(tmp_path: Path) -> None:
             assert sent["duration_s"] < 50, "the server has ended the connection"
             alarms = await live.run("unicronctl", "--url", live.dev.url, "alarms")
             assert f"node-floods:{NODE}" in alarms
-        assert len(live.events("NodeRevoked")) == 3
+        assert len(live.events("NodeRevoked")) == 4

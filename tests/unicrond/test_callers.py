@@ -1,21 +1,29 @@
-"""Whose call of JetStream's API it is: nats-server says so behind whatever headers the caller made up."""
+"""Whose call of JetStream's API it is: nats-server says so behind whatever headers the caller made up.
+
+All that an agent may ask for is counted, in operator mode too."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 
+from tests.events.test_jwt_logins import Server
+from unicrond.core.state.state import ClusterState, NodeLogin
 from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.commands import ensure_command_consumer
 from unicrond.events.nats.connection import Login, connect
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
 from unicrond.events.trust.keys import load_or_create_key, make_key
-from unicrond.events.trust.logins import AGENT_CALLS, Role, agent_login, inbox_prefix
-from unicrond.service.trust.fuses import caller_of
+from unicrond.events.trust.logins import AGENT_CALLS, Role, agent_login, inbox_prefix, rights
+from unicrond.service.trust.fuses import Fuses, caller_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,3 +112,58 @@ async def test_unended_headers_stay_before_what_the_server_adds(site: Site) -> N
     """Or the test above tries nothing: an invented name stands in the same line."""
     raw = await heard(site, b"NATS/1.0\r\n" + FORGED + b"  ")
     assert raw.startswith(b"NATS/1.0\r\n" + FORGED + b"Nats-Request-Info: {")
+
+
+class Impostor(Client):  # type: ignore[misc]
+    """A client with a JWT that claims another's key beside it."""
+
+    def _connect_command(self) -> bytes:
+        options = json.loads(super()._connect_command().removeprefix(b"CONNECT "))
+        return f"CONNECT {json.dumps(options | {'nkey': VICTIM.decode()})}\r\n".encode()
+
+
+def calls() -> Iterator[str]:
+    """What an agent may ask of JetStream."""
+    for subject in rights(agent_login("n1")).publish:
+        if subject.startswith("$JS."):
+            yield subject.replace(".>", ".1.1.1.1764288636797988483.0")
+
+
+@pytest.mark.parametrize("mode", ["keys", "operator"])
+async def test_all_that_an_agent_may_ask_counts_for_it(mode: str, tmp_path: Path) -> None:
+    """Acknowledgements too."""
+    logins = (agent_login("n1"), Role.COORDINATOR, Role.OPERATOR)
+    keys = {"n2": NodeLogin(key=VICTIM.decode())}
+    if mode == "keys":
+        users = [load_or_create_key(tmp_path, login).user for login in logins]
+        keys["n1"] = NodeLogin(key=users[0].key)
+        server, agent = EmbeddedServer(tmp_path / "nats", users=users), Client()
+        files = [tmp_path / f"{login}.key" for login in logins]
+    else:
+        server, agent = Server(tmp_path), Impostor()
+        files = [server.credentials(login) for login in logins]
+    state = ClusterState(logins=keys)
+    await server.start()
+    fuses = Fuses(lambda: state, lambda: 1, "")
+    operator, head = [
+        await connect(server.url, name="x", login=Login(key=path), timeout_s=20) for path in (files[2], files[1])
+    ]
+    watching = asyncio.create_task(fuses.watch(head))
+    try:
+        await create_streams(operator)
+        await ensure_command_consumer(head, "n1", ())
+        await agent.connect(server.url, **Login(key=files[0]).options())
+        session = await head.session()
+        await session.client.flush()
+        for count, call in enumerate(calls(), start=1):
+            await agent.publish(call, b"+NXT 1", reply=f"{inbox_prefix(logins[0])}.x")
+            await agent.flush()
+            await session.client.flush()
+            assert fuses._entrance._counts["n1"].messages == count, call
+        assert fuses._entrance._counts.keys() == {"n1"}
+    finally:
+        watching.cancel()
+        await agent.close()
+        await head.close()
+        await operator.close()
+        await server.kill()

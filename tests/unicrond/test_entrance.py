@@ -11,7 +11,16 @@ from msgspec.structs import replace
 
 from tests.seeds import at_most
 from unicrond.core.state.state import ClusterState, NodeLogin
-from unicrond.events.log.entrance import ENTRANCE, ENTRANCE_KIB, PACE, PACE_KIB, Entrance, kib
+from unicrond.events.log.entrance import (
+    ENTRANCE,
+    ENTRANCE_KIB,
+    ENTRANCE_READS,
+    PACE,
+    PACE_KIB,
+    READS,
+    Entrance,
+    kib,
+)
 from unicrond.events.trust.keys import make_key
 from unicrond.events.wire.codec import MAX_EVENT_BYTES
 from unicrond.service.trust.fuses import Fuses, caller_of, producer_of
@@ -124,6 +133,19 @@ def test_flood_is_noticed_by_count_and_by_size(size_bytes: int, most: int) -> No
     assert not entrance.take("n2", size_bytes, SECOND_US), "each node has buckets of its own"
     entrance.forget("n1")
     assert not entrance.take("n1", size_bytes, SECOND_US), "it begins anew"
+
+
+def test_agent_that_reads_a_backlog_is_no_flood() -> None:
+    """Also where two agents of a node do it, one after the other, and the head hears of 3 s of it at once."""
+    entrance = Entrance()
+    commands = 2 * READS.size + 3 * 200
+    assert not any(entrance.take("n1", 300, SECOND_US, is_read=True) for _ in range(2 * commands))
+    assert not any(entrance.take("n1", 300, SECOND_US) for _ in range(ENTRANCE.size)), "what it writes counts apart"
+    for second in range(1, 60):
+        at_us = SECOND_US + second * 3 * SECOND_US
+        assert not any(entrance.take("n1", 300, at_us, is_read=True) for _ in range(2 * 3 * 200))
+    assert any(entrance.take("n1", 300, at_us, is_read=True) for _ in range(ENTRANCE_READS.size)), "a flood"
+    assert any(entrance.take("n2", 760_000, at_us, is_read=True) for _ in range(8)), "nor are they for free"
 
 
 @pytest.mark.parametrize("subject", [b"unicron.v1.obs.n1.CommandFailed", b"$JS.API.STREAM.INFO.UNICRON_EVENTS"])

@@ -6,7 +6,7 @@ Rules
   flooded stores what it has heard half a minute later. So is what it asks of JetStream, in the same buckets: the server
   adds to such a call whose it is, behind all that the caller wrote. It takes out a header of that name that the caller
   has made up only where the caller has ended it; so what stands before the last one, be it in the same line, says
-  nothing.
+  nothing. Who asks for commands and acknowledges them the subject tells: that is one agent's own.
 * Where a node writes too much and this head has the server, its login ends at once: the server drops the connection
   and what is still on the way, and people see NodeRevoked in the log. A person lets the node in again (`unicrond
   enroll`), and the counting begins anew. A pod is no person: while the alarm stands, its token gives it no key.
@@ -30,13 +30,14 @@ from unicrond.core.nodes import brakes
 from unicrond.core.state.alarms import Alarm
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.entrance import Entrance, heard_bytes
-from unicrond.events.log.subjects import PREFIX
+from unicrond.events.log.subjects import PREFIX, agent_consumer
 from unicrond.events.nats.connection import Connection
 from unicrond.events.trust.accounts import NatsAccount
-from unicrond.events.trust.logins import AGENT_CALLS
+from unicrond.events.trust.logins import AGENT_ACKS, AGENT_CALLS
 from unicrond.events.wire.codec import API_PRODUCER, COORDINATOR
 
 _OBSERVATIONS, _BEATS = f"{PREFIX}.obs.", f"{PREFIX}.beat."
+_AGENT = agent_consumer("")
 _HEAD_PRODUCERS = (API_PRODUCER, COORDINATOR)
 _AGAIN_S = 1.0
 _LOOK_AGAIN_US = 1_000_000
@@ -50,10 +51,12 @@ _STANDS_US = 60_000_000
 
 
 class _Caller(msgspec.Struct, frozen=True):
-    """What the server adds to a call: the account and the public key of who makes it."""
+    """What the server adds to a call: the account and the public key of who makes it; the name in its JWT, where it has
+    one."""
 
     acc: str
     user: str
+    name_tag: str = ""
 
 
 _callers = msgspec.json.Decoder(_Caller)
@@ -94,7 +97,9 @@ class Fuses:
                 for subjects in (f"{_OBSERVATIONS}*.*", f"{_BEATS}*"):
                     await session.subscribe_raw(subjects, self._take)
                 for subjects in AGENT_CALLS:
-                    await session.subscribe_raw(subjects, self._take_call)
+                    sink = self._take_read if ".MSG.NEXT." in subjects else self._take_call
+                    await session.subscribe_raw(subjects, sink)
+                await session.subscribe_raw(AGENT_ACKS, self._take_read)
             except (nats.errors.Error, OSError):
                 await asyncio.sleep(_AGAIN_S)
                 continue
@@ -104,10 +109,14 @@ class Fuses:
         """Count one message."""
         self._count(producer_of(subject.decode("utf-8", "replace")), heard_bytes(body, headers))
 
+    def _take_read(self, subject: bytes, _: bytes, body: bytes, headers: bytes) -> None:
+        """Count a call for the next command, or an acknowledgement."""
+        self._count(reader_of(subject.decode("utf-8", "replace")), heard_bytes(body, headers), is_read=True)
+
     def _take_call(self, _: bytes, __: bytes, body: bytes, headers: bytes) -> None:
-        """Count one call of JetStream's API."""
-        if key := caller_of(headers):
-            self._count(self._node_with(key), heard_bytes(body, headers))
+        """Count another call of JetStream's API."""
+        if caller := caller_of(headers):
+            self._count(_node_named(caller) or self._node_with(caller), heard_bytes(body, headers))
 
     def _node_with(self, key: str) -> str:
         """Return the node that logs in with this public key; "" where none does."""
@@ -122,8 +131,8 @@ class Fuses:
             }
         return self._nodes.get(key, "")
 
-    def _count(self, node: str, size_bytes: int) -> None:
-        is_excess = node and self._entrance.take(node, size_bytes, self._monotonic_us())
+    def _count(self, node: str, size_bytes: int, *, is_read: bool = False) -> None:
+        is_excess = node and self._entrance.take(node, size_bytes, self._monotonic_us(), is_read=is_read)
         if is_excess and node not in self._fuses and node not in self._obstacles:
             self.flooded.set()
 
@@ -194,8 +203,8 @@ class Fuses:
 
 
 def caller_of(headers: bytes) -> str:
-    """Return the public key of the agent that makes the call of JetStream's API with these headers; "" where the server
-    does not name one. Linear in their length."""
+    """Return the public key of the agent that makes the call of JetStream's API with these headers, or its login where
+    it has a JWT; "" where the server names none. Linear in their length."""
     begin = headers.rfind(_CALLER_BEGIN)
     if begin < 0 or not headers.endswith(_HEADERS_END):
         return ""
@@ -203,7 +212,20 @@ def caller_of(headers: bytes) -> str:
         caller = _callers.decode(headers[begin + len(_CALLER_HEADER) : -len(_HEADERS_END)])
     except (msgspec.MsgspecError, ValueError):
         return ""
+    if caller.name_tag:  # beside a JWT a client may claim any key
+        return caller.name_tag
     return caller.user if caller.acc == NatsAccount.AGENTS else ""
+
+
+def reader_of(subject: str) -> str:
+    """Return the node that asks for commands, or acknowledges them, on this subject; "" where none does."""
+    tokens = subject.split(".")
+    return _node_named(tokens[3] if tokens[1] == "ACK" else tokens[-1])
+
+
+def _node_named(login: str) -> str:
+    """Return the node of an agent's login, or consumer; "" of others."""
+    return login.removeprefix(_AGENT) if login.startswith(_AGENT) else ""
 
 
 def producer_of(subject: str) -> str:
