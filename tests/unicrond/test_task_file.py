@@ -212,7 +212,10 @@ MISTAKES = [
     ("name: &x a\nentry: *x", "t.yaml:1: anchors and aliases (& and *) are not supported"),
     ("name: !!python/name:os.system x", "t.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not supported"),
     ("name: a\nmodel: {layers: 2", "t.yaml:2: not valid YAML"),
-    ("name: a\ncheckpoint: {dir: 'file:///x'}", "t.yaml:2: checkpoint.dir: 'file' is none of the object stores s3, gs"),
+    (
+        "name: a\ncheckpoint: {dir: 'gs://b/p'}",
+        "t.yaml:2: checkpoint.dir: 'gs' is none of the object stores that are taken (s3); give one like s3://bucket/prefix",
+    ),
     ("name: a\ncheckpoint: {dir: 's3://'}", "'s3://' is not the URL of a prefix in an object store; give one like s3://b"),
     ("name: a\ncheckpoint: {dir: 's3://b//x'}", "'s3://b//x' is not the URL of a prefix"),
     ("name: a\ncheckpoint: {dir: 's3://b/../x'}", "'s3://b/../x' is not the URL of a prefix"),

@@ -244,8 +244,8 @@ class ObjectPrefix(StatePlace):
             self._store, self._root = fsspec.core.url_to_fs(self._url, use_listings_cache=False)
         except (ImportError, ValueError) as error:  # fsspec itself, or the scheme's own package
             raise OSError(
-                f"checkpoint.dir: {self._url} needs the extra `object-store` on every node, or the package of "
-                f"its scheme: {extras.install_command('object-store')} ({error})"
+                f"checkpoint.dir: {self._url} needs the extra `object-store` on every node: "
+                f"{extras.install_command('object-store')} ({error})"
             ) from None
 
     def iterations(self) -> list[int]:

@@ -295,7 +295,7 @@ def url_fault(url: str) -> str:
         fix = "credentials and options belong into the environment of the nodes, not into the URL"
         return f"has an {'@' if '@' in path else 'option'} where a bucket and a prefix should be: {fix}"
     if scheme not in SCHEMES:
-        return f"{scheme!r} is none of the object stores {', '.join(SCHEMES)}{example}, or a path"
+        return f"{scheme!r} is none of the object stores that are taken ({', '.join(SCHEMES)}){example}, or a path"
     if not _OBJECTS.fullmatch(path) or {".", ".."} & set(path.split("/")):
         return f"{url!r} is not the URL of a prefix in an object store{example}"
     return ""
