@@ -11,7 +11,8 @@ import torch
 
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
-from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
+from unicrond.agents.trainer.megatron.data import EvaluationLoader, MicroBatchLoader, ValidationLoader
+from unicrond.agents.trainer.megatron.evaluation import Evaluation, Evaluations
 from unicrond.agents.trainer.megatron.logs import LeadWriter
 from unicrond.agents.trainer.megatron.runs import _fitting, _Weighing
 
@@ -64,6 +65,39 @@ class Watched(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         self.read.append((index, threading.current_thread().name))
         return super().__getitem__(index)
+
+
+def test_evaluation_reads_nothing_of_the_other_split() -> None:
+    """Which of them Megatron reads, nobody says before it does."""
+    splits = {"valid": Watched(), "test": Watched()}
+    context: Any = SimpleNamespace(launch=SimpleNamespace(task="t"))
+    evaluations = Evaluations(context)
+    loaders = {
+        split: evaluations.add_loader(
+            split, EvaluationLoader(loader, dataset, global_batch=4, micro_batch=2, reads_ahead=True)
+        )
+        for split, dataset in splits.items()
+    }
+    seen: list[Any] = []
+
+    def evaluate(_: Any, micro_batches: list[int], options: Any, request: Any) -> list[Any]:
+        request(micro_batches)
+        seen.extend(next(loaders[options["split"]]) for _ in micro_batches)
+        return []
+
+    runs: Any = SimpleNamespace(evaluate=evaluate)
+    for split in ("valid", "test"):
+        evaluations._present = Evaluation(context, 2)
+        for _ in range(2):
+            evaluations.compute(runs, lambda **_: None, {"num_microbatches": 2, "split": split})
+        assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        seen.clear()
+        if split == "valid":
+            assert not splits["test"].read
+    for data in loaders.values():
+        assert data._reader is not None
+        data._reader.shutdown()
+    assert len(splits["valid"].read) == len(splits["test"].read), "nor of the first by the second"
 
 
 def test_loader_thread_reads_ahead() -> None:

@@ -134,8 +134,18 @@ class EvaluationLoader(MicroBatchLoader):
     """Validation or test data, as training data: an iteration is a call of the schedule. Where nothing is requested it
     goes on by itself, and behind its end it begins anew."""
 
+    #: What is requested as soon as somebody reads here: a call, and its micro-batches.
+    _wish: tuple[int, Sequence[int]] | None = None
+
+    def request_if_read(self, call: int, micro_batches: Sequence[int]) -> None:
+        """Have the next reader get these. Nobody may read here: it is not known which split is evaluated on."""
+        self._wish = call, micro_batches
+
     def __next__(self) -> Any:
-        if not self._queue:
+        wish, self._wish = self._wish, None
+        if wish is not None:
+            self.request(*wish)
+        elif not self._queue:
             self.request(self._iteration + 1, range(self._micro_batches))
         return super().__next__()
 

@@ -243,11 +243,11 @@ class Evaluations:
             """Run it for these micro-batches of the call."""
 
             def request(padded: list[int]) -> None:
-                """Ask all loaders for them; that of the data that is evaluated on reads them."""
+                """Tell all loaders of them; that of the data that is evaluated on reads them."""
                 for split, loaders in self._loaders.items():
                     behind = self.count * calls if split == "valid" else 0
                     for loader in loaders:
-                        loader.request(behind + call + 1, padded)
+                        loader.request_if_read(behind + call + 1, padded)
 
             return runs.evaluate(schedule, micro_batches, options, request)
 
