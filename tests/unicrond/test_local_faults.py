@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster, members
+from tests.unicrond.test_hangs import corrupt
 from tests.unicrond.test_program_faults import cluster_of, crash_until_over, end, poison, said, steps_of
 from unicrond.core.faults import local_faults
 from unicrond.core.state.state import TaskStatus
@@ -325,3 +326,83 @@ def test_loss_that_is_no_number_on_two_nodes_is_of_program() -> None:
     assert task.status is TaskStatus.FAILED and not task.troubles.local_faults and not task.troubles.strikes
     assert "in iteration 17 was no finite number 3 times in a row" in task.ending.reason
     assert not said(cluster, v.NodeIsolated)
+
+
+# --- other bits ------------------------------------------------------------------------------------
+
+
+def node_of(cluster: MiniCluster, number: int) -> str:
+    """The node of a member of the task."""
+    return cluster.state.tasks["big"].workers[members(cluster)[number]].node
+
+
+def convict(cluster: MiniCluster, bad: str) -> None:
+    """All other replicas say that the one on this node has other parameters."""
+    iteration = cluster.state.tasks["big"].progress.iteration + 1
+    (suspect,) = [name for name in members(cluster) if cluster.state.tasks["big"].workers[name].node == bad]
+    for number, name in enumerate(members(cluster)):
+        if name != suspect:
+            corrupt(cluster, suspect, "checksum", reporter=number, iteration=iteration)
+    cluster.run()
+    cluster.train("big", 20)
+    cluster.run()
+
+
+def trained(nodes: int, *, check_s: float, neighbours: int = 0) -> MiniCluster:
+    """A task of three replicas trains; `neighbours`: workers of another task on the first node, of three slots."""
+    cluster = MiniCluster(1, check_s=check_s)
+    for number in range(nodes):
+        cluster.add_host(f"n{number}", 3 if neighbours and not number else 1)
+    if neighbours:
+        cluster.submit("other", min_workers=neighbours, max_workers=neighbours)
+        cluster.run()
+    cluster.submit("big", min_workers=2, max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    cluster.run()
+    return cluster
+
+
+def test_node_of_convicted_replica_is_checked_and_comes_back() -> None:
+    cluster = trained(4, check_s=60.0)
+    bad = node_of(cluster, 1)
+    convict(cluster, bad)
+    (isolation,) = said(cluster, v.NodeIsolated)
+    assert isolation.node == bad and "big: its replica has other parameters" in isolation.reason
+    assert [event.node for event in said(cluster, v.CheckNode)] == [bad]
+    assert [event.node for event in said(cluster, v.NodeReadmitted)] == [bad] and not faults(cluster, "big")
+    assert len(members(cluster)) == 3
+
+
+@pytest.mark.parametrize(
+    ("check_s", "neighbours"), [(60.0, 2), (0.0, 0)], ids=["another task trains there", "there is no check"]
+)
+def test_first_conviction_isolates_no_node_where_somebody_pays(check_s: float, neighbours: int) -> None:
+    cluster = trained(5, check_s=check_s, neighbours=neighbours)
+    on = {node: {task for task, _ in cluster.state.by_node.on(node)} for node in cluster.hosts}
+    (bad, *_) = [node for node, tasks in on.items() if tasks == ({"big", "other"} if neighbours else {"big"})]
+    convict(cluster, bad)
+    assert faults(cluster, "big") == {bad} and not said(cluster, v.NodeIsolated)
+    assert bad not in {node_of(cluster, number) for number in range(3)}, "the task leaves it"
+
+
+def test_node_stays_where_its_task_would_lack_workers() -> None:
+    cluster = trained(3, check_s=60.0)
+    spec = cluster.state.tasks["big"].spec
+    task = replace(cluster.state.tasks["big"], spec=replace(spec, min_workers=3))
+    cluster.state = replace(cluster.state, tasks={"big": task})
+    bad = node_of(cluster, 1)
+    convict(cluster, bad)
+    assert not said(cluster, v.NodeIsolated) and len(members(cluster)) == 3
+    convict(cluster, bad)
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [bad], "not twice"
+
+
+def test_program_whose_replicas_differ_anywhere_accuses_no_node() -> None:
+    cluster = trained(4, check_s=60.0)
+    for _ in range(4):
+        nodes = [node_of(cluster, number) for number in range(len(members(cluster)))]
+        convict(cluster, min(nodes, key=lambda node: node in faults(cluster, "big")))
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == ["n0"], (
+        "the first alone, while it was the only one"
+    )

@@ -28,6 +28,8 @@ JUDGEMENT_RULES: dict[str, str] = {
     "deaf_heads_judge_nobody": "A head that hears none of its nodes loses, isolates and stops nobody.",
     "nodes_are_used": "A healthy node is in use within a minute of being wanted.",
     "observation_moves_nothing": "In mode observe nothing is taken out, and no plan moves living workers.",
+    "other_bits_cost_one_check": "A replica's first other bits isolate no node where another task trains; those of a"
+    " program that differs here and there one node at most.",
     "brakes_hold": "The coordinator takes no more nodes out than its brakes allow.",
 }
 #: How long a healthy node may be idle though a task wants it, and how long a handover may take.
@@ -111,6 +113,25 @@ def programs_move_no_others(
                 rival, share = basis.tasks[name], shares.get(name)
                 if share and share.workers >= task.spec.min_workers and rival.spec.priority <= task.spec.priority:
                     return f"plan {plan.epoch} stops {task.name} for {name}, which fails without progress"
+    return ""
+
+
+def other_bits_cost_one_check(
+    basis: ClusterState, isolated: v.NodeIsolated, accuser: str, checked: Collection[str]
+) -> str:
+    """Check an isolation for other bits. `accuser`: the task, with more words where they are not its first. `checked`:
+    the nodes that were isolated for a program whose replicas differ here and there, this one as well."""
+    neighbours = [
+        task.name
+        for task in basis.active
+        if accuser in basis.tasks
+        and task.name != accuser
+        and any(w.alive and w.node == isolated.node for w in task.workers.values())
+    ]
+    if neighbours:
+        return f"{isolated.node} is isolated for a replica of {accuser}, though {', '.join(neighbours)} trains there"
+    if len(checked) > 1:
+        return f"{' and '.join(sorted(checked))} are isolated for {accuser}, whose replicas differ on any node"
     return ""
 
 

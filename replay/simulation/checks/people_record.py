@@ -18,6 +18,8 @@ class PeopleRecord:
     def __init__(self) -> None:
         self.programs: set[str] = set()
         self.calm = True
+        #: By task whose replicas differ here and there, the nodes that were to be checked for it.
+        self.odd: dict[str, set[str]] = {}
         #: Whether a node whose last beat came at that time of the log was cut off together with all others, which still
         #: are.
         self.silenced: Callable[[int], bool] = lambda _: False
@@ -53,6 +55,11 @@ class PeopleRecord:
         yield "observation_moves_nothing", rules.observation_moves_nothing(basis, event)
         match event:
             case v.NodeIsolated():
+                accuser, is_for_bits, _ = event.reason.partition(": its replica ")
+                if is_for_bits:
+                    checked = self.odd.get(accuser.partition(" ")[0], set())
+                    checked.add(event.node)
+                    yield "other_bits_cost_one_check", rules.other_bits_cost_one_check(basis, event, accuser, checked)
                 story = rules.programs_accuse_no_node(basis, event, self.programs, touched, calm=self.calm)
                 yield "programs_accuse_no_node", story
                 if event.node in before.nodes and not before.nodes[event.node].cordon.draining:

@@ -320,5 +320,6 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "observe": people_effects.observe,
     "bad_program": program_effects.bad_program,
     "flood": program_effects.flood,
+    "other_bits": program_effects.other_bits,
     "slow_node": program_effects.slow_node,
 }

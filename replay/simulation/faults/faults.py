@@ -120,6 +120,11 @@ OBSERVED = 0.2
 LIAR_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {"lying_node": (1, 10.0, ("3", "20", "60"), 0)}
 #: The share of seeds in which one does.
 LIARS = 0.2
+#: Likewise: a replica has other bits than the rest, again and again: its node's chip computes wrongly, or the program
+#: differs, now here, now there.
+BITS_KINDS: Table = {"other_bits": (1, 25.0, ("chip", "program"), 1)}
+#: The share of seeds in which one has.
+OTHER_BITS = 0.15
 #: Likewise: one says as much in each event as its type allows.
 LARGE_KINDS: Table = {"large_events": (1, 10.0, ("3", "12"), 0)}
 #: The share of seeds in which one does.
@@ -157,6 +162,9 @@ def _history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> lis
     lies = rng_of("lies")
     if lies.random() < LIARS:
         faults = sorted([*faults, *_draw(lies, LIAR_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
+    bits = rng_of("bits")
+    if bits.random() < OTHER_BITS:
+        faults = sorted([*faults, *_draw(bits, BITS_KINDS, 1, nodes)], key=lambda fault: fault.at_s)
     large = rng_of("large events")
     if large.random() < LARGE:
         faults = sorted([*faults, *_draw(large, LARGE_KINDS, 1, nodes)], key=lambda fault: fault.at_s)

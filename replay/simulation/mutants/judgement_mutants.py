@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from unicrond.core.deciding import batch, memberships
+from unicrond.core.faults import local_faults
 from unicrond.core.folding import nodes, silence
 from unicrond.core.nodes import brakes, outages
 from unicrond.core.nodes.deafness import Deafness
@@ -157,6 +158,21 @@ def _ignore_returns() -> None:
     patch(Liveness, "_beats_again", lambda _: lambda *situation: False)
 
 
+def _forget_convictions() -> None:
+    def make(convicted: Any) -> Any:
+        """Wrap `convicted`."""
+
+        def newest_alone(task: Any, node: str, *rest: Any) -> Any:
+            """Note the conviction as if no replica on another node had been convicted before."""
+            task = convicted(task, node, *rest)
+            only = {node: task.troubles.convictions_us[node]}
+            return msgspec.structs.replace(task, troubles=msgspec.structs.replace(task.troubles, convictions_us=only))
+
+        return newest_alone
+
+    patch(local_faults, "convicted", make)
+
+
 JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_hardware_for_exceptions": Mutant(
         "an exception of a program counts as the hardware's", _blame_hardware_for_exceptions
@@ -175,5 +191,6 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "believe_the_deaf": Mutant("a node that is heard and hears nothing is well", _believe_the_deaf),
     "blame_returns": Mutant("a node that has been away once has flapped", _blame_returns),
     "ignore_returns": Mutant("a lost node whose beats are heard again stays lost", _ignore_returns),
+    "forget_convictions": Mutant("nodes on which replicas differ are checked one by one", _forget_convictions),
     "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
 }

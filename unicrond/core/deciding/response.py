@@ -204,6 +204,7 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
     state, policy = survey.state, survey.policy
     faults = [fault for task in state.active for fault in _faulty_nodes(survey, task)]
     faults += local_faults.accused_nodes(state)
+    faults += [(name, why) for name, why in local_faults.nodes_to_check(state) if _can_spare(survey, state.nodes[name])]
     if not _has_other_node(state, {node for node, _ in faults}):
         faults = []
     window_us = int(policy.flap_window_s * _SECOND_US)

@@ -14,6 +14,12 @@ Rules
   Do they commit that iteration without the node, it is refuted: the node's, at once, and not forgotten when the task is
   calm there; a second one on the node isolates it. Where no member had survived, or another one of the node has
   computed it, nothing is refuted, and the rules above hold. An isolated node is checked as any other, and comes back.
+* A replica that is convicted of other bits (folding/suspicions.py) is refuted likewise: the majority has computed the
+  same from the same. Such a node goes to its health check at once where there is a check, which tells a flipped bit
+  from a bad chip, and where nobody pays for it: no other task has workers there, and every task keeps its minimum. Else
+  it takes a second one, as above.
+* A task whose replicas were convicted on two nodes within an hour accuses neither: a program that computes something
+  else now and then does so anywhere.
 * A local fault is forgotten when the node's agent starts anew, when a person uncordons the node, when it is readmitted,
   and when the task is calm on it.
 
@@ -99,14 +105,46 @@ def accused_nodes(state: ClusterState) -> Iterator[tuple[str, str]]:
     """Yield the nodes on which losses were refuted again, and the reason."""
     refuted: dict[str, dict[str, LocalFault]] = {}
     for task in state.open_tasks:
-        for node, fault in task.troubles.local_faults.items():
-            if fault.refuted and state.now_us - fault.at_us <= TOGETHER_US:
-                refuted.setdefault(node, {})[task.name] = fault
+        for node, fault in _of_nodes(state, task):
+            refuted.setdefault(node, {})[task.name] = fault
     for node, faults in refuted.items():
         if sum(fault.refuted for fault in faults.values()) > 1:
             newest = max(faults.values(), key=lambda fault: fault.at_us)
             tasks = " and ".join(sorted(faults))
             yield node, f"{tasks} {'fails' if len(faults) == 1 else 'fail'} here alone: {newest.text}"
+
+
+def nodes_to_check(state: ClusterState) -> Iterator[tuple[str, str]]:
+    """Yield the nodes on which a replica was convicted of other bits and no other task has workers, and the reason;
+    none where no health check would look into it."""
+    if not state.check_limit_us:
+        return
+    for task in state.open_tasks:
+        for node, fault in _of_nodes(state, task):
+            tenants = {name for name, worker in state.by_node.on(node) if state.tasks[name].workers[worker].alive}
+            if node in task.troubles.convictions_us and tenants <= {task.name}:
+                yield node, f"{task.name}: {fault.text}"
+
+
+def _of_nodes(state: ClusterState, task: Task) -> Iterator[tuple[str, LocalFault]]:
+    """Yield the refuted faults of the last hour that speak against their nodes, and not against the program."""
+    since_us = state.now_us - TOGETHER_US
+    convicted_nodes = {node for node, at_us in task.troubles.convictions_us.items() if at_us >= since_us}
+    for node, fault in task.troubles.local_faults.items():
+        if fault.refuted and fault.at_us >= since_us and convicted_nodes <= {node}:
+            yield node, fault
+
+
+def convicted(task: Task, node: str, text: str, now_us: int) -> Task:
+    """Return the task after a replica on the node was convicted of other bits. `text`: what it has done, in words."""
+    troubles = task.troubles
+    times = troubles.local_faults[node].refuted if node in troubles.local_faults else 0
+    fault = LocalFault(text=text, at_us=now_us, refuted=times + 1)
+    recent = {place: at_us for place, at_us in troubles.convictions_us.items() if now_us - at_us <= TOGETHER_US}
+    troubles = replace(
+        troubles, local_faults=troubles.local_faults | {node: fault}, convictions_us=recent | {node: now_us}
+    )
+    return replace(task, troubles=troubles)
 
 
 def fault_text(task: Task, node: str) -> str:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from unicrond.core.faults import local_faults
 from unicrond.core.faults.hangs import is_stale, judge
 from unicrond.core.folding import holds, incidents
 from unicrond.core.folding.incidents import Fact
+from unicrond.core.nodes import brakes
 from unicrond.core.state.changes import find_worker, has_trained, with_task
 from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, Worker
@@ -74,12 +76,15 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     task, worker = pair
     if event.generation != task.generation or not task.is_member(worker.worker) or task.troubles.program_diverges:
         return state
+    was_convicted = _is_convicted(task, worker, event.iteration)
     accusers = task.group.accusations.get(worker.worker, {}) | {event.worker: event.iteration}
     task = replace(task, group=replace(task.group, accusations=task.group.accusations | {worker.worker: accusers}))
-    state = with_task(state, task)
     if not _is_convicted(task, worker, event.iteration):
-        return state
+        return with_task(state, task)
     failure = _CONVICTING[event.sign].format(iteration=event.iteration)
+    if not was_convicted and brakes.eviction_limit(state, task) is None:
+        task = local_faults.convicted(task, worker.node, f"its replica {failure}", state.now_us)
+    state = with_task(state, task)
     return holds.suspect(state, task.name, worker, "corruption", failure, envelope.observed_at_us)
 
 
@@ -122,7 +127,7 @@ def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:
     same parameters to compare."""
     members = task.membership.members if task.membership else ()
     peers = {member.worker for member in members if member.shard == suspect.shard} - {suspect.worker}
-    accusers = task.group.accusations[suspect.worker]
+    accusers = task.group.accusations.get(suspect.worker, {})
     votes = sum(accusers.get(peer) == iteration for peer in peers)
     replicas = len(peers) + 1
     return 2 * votes > replicas

@@ -97,6 +97,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.starting_since_us",
     "group.probing",
     "troubles.local_faults",
+    "troubles.convictions_us",
     "troubles.evictions_us",
     "mode",
     "pace.unplain_reports",

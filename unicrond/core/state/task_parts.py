@@ -214,7 +214,8 @@ class Crashes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LocalFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Hold what the task's program has ended by on one node alone, last `at_us` (log time; faults/local_faults.py).
 
-    `refuted`: how often it was a loss that other nodes have computed to a finite number; 0: it was something else.
+    `refuted`: how often other replicas have computed something else in its place, a finite loss or other bits; 0: it
+    was something else.
     """
 
     text: str
@@ -265,7 +266,8 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted. `stuck`:
     blows anywhere since the task last committed a new iteration. `ends`: per node, of how many broken links it was an
     end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
-    given up for that; `unclear_breaks`: how often of these another was as likely at fault. `evictions_us`: when workers
+    given up for that; `unclear_breaks`: how often of these another was as likely at fault. `convictions_us`: per node,
+    when a replica there last was convicted of other bits, in the hour before the newest. `evictions_us`: when workers
     were given up on suspicion, in the last hour (nodes/brakes.py). `divergence`: of its program, the first that was
     seen; after one of its replicas' environments that of its program. `proof`: that it heals; None: nobody has asked.
     """
@@ -279,6 +281,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     crashes: Crashes | None = None
     deaths: dict[str, str] = {}
     local_faults: dict[str, LocalFault] = {}
+    convictions_us: dict[str, int] = {}
     evictions_us: tuple[int, ...] = ()
     divergence: ProgramDivergence | None = None
     proof: HealingProof | None = None
