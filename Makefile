@@ -5,13 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Systems to be compared with have an environment of their own.
 PEERS := .venv-peers
-# The oldest Megatron-core that is supported, ahead of the installed one.
-OLDER_CORE := 0.15.3
-# Without a CUDA compiler it says so when it is imported.
-OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix redteam upgrade slurm containers kubernetes gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm compare object-store older-core lint clean help
+.PHONY: install check test browser demo man matrix redteam upgrade slurm containers kubernetes gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm compare object-store versions canary lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -30,7 +26,8 @@ help:
 	@echo "make megatron-lm  Megatron-LM, unmodified, in every layout, beside itself under torchrun (docs/use/megatron-lm.md)"
 	@echo "make compare  FLAGS=\"--bf16 ...\": any flags of Megatron-LM, alone under torchrun against a task with a SIGKILL, in one table (OPTIONS=--help)"
 	@echo "make object-store  checkpoints in S3, of moto's server (asks the package index)"
-	@echo "make older-core  training, regrouping, reshaping and sharding with Megatron-core $(OLDER_CORE)"
+	@echo "make versions  the trainer's tests and the demo with each set of Python, megatron-core and torch (docs/use/versions.md; ROW: one of them)"
+	@echo "make canary   what of the newest megatron-core's names, signatures and attributes the trainer would miss, by name (asks the package index)"
 	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/use/gpu.md)"
 	@echo "make bench    benchmarks (docs/results/benchmarks.md)"
 	@echo "make soak     2,000 agents against a real coordinator and nats-server for an hour, with faults (SOAK: other options)"
@@ -118,9 +115,13 @@ object-store: $(STAMP)
 	$(BIN)/pip install --quiet --no-compile --upgrade --target .object-store s3fs "moto[s3]" flask flask-cors
 	PYTHONPATH=$(CURDIR)/.object-store $(BIN)/pytest tests/trainer/test_places.py tests/integration/test_object_store.py
 
-older-core: $(STAMP)
-	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --require-hashes --target .megatron-core-$(OLDER_CORE) --requirement deploy/locks/older-core.txt
-	PYTHONPATH=$(CURDIR)/.megatron-core-$(OLDER_CORE) $(BIN)/pytest -n 2 --dist loadscope $(OLDER_WARNS) $(RIGS) tests/trainer
+# ROW: one of them. KEEP=1: its environment stays. MEGATRON: a checkout in place of the wheel's Megatron-core.
+export ROW KEEP MEGATRON
+versions: $(STAMP)
+	$(BIN)/python -m tests.versions.matrix $(ROW)
+
+canary: $(STAMP)
+	$(BIN)/python -m tests.versions.canary
 
 upgrade: $(STAMP)
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_upgrade.py

@@ -22,8 +22,8 @@ from unicrond.events.vocabulary.shape import Shape
 
 #: `entry` of a task file.
 ENTRY = "megatron-lm"
-#: Tags core_v* of Megatron-LM on which the seams were looked for, oldest first.
-TESTED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
+#: Releases of Megatron-core with which the trainer's tests are run (docs/use/versions.md), oldest first.
+TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
 class BadFlags(ValueError):

@@ -1,7 +1,7 @@
 """Upstream files of Megatron-LM, for these tests alone: where they are, and the smallest task that trains with them.
 
-MEGATRON_LM_FIXTURES: the directory of the two archives (default: ../shared/data/megatron_lm beside the clone).
-MEGATRON_LM: a checkout, in place of the first archive.
+MEGATRON_LM_FIXTURES: the directory of the archives (default: ../shared/data/megatron_lm beside the clone).
+MEGATRON_LM: a checkout, in place of what the archives have.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,9 @@ from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 from unicrond.intake.task_file import parse_task
 
 TRAINING, SEAMS = "megatron-lm-core_v0.16.1-training.tar.xz", "megatron-lm-seams-0.15-0.19.tar.xz"
+#: The scripts of younger releases, by release; wheels of 0.18 and younger have `megatron.training`.
+SCRIPTS = "megatron-lm-scripts-0.17-0.19.tar.xz"
+SCRIPT_FOLDERS = {"0.17": "v0.17.1", "0.18": "v0.18.2", "0.19": "r0.19.0"}
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
     " --micro-batch-size 1 --global-batch-size 6 --train-iters 5 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine"
@@ -73,9 +77,12 @@ def _unpack(archive: Path) -> Path:
 
 
 def checkout() -> Path:
-    """A Megatron-LM that trains here."""
+    """A Megatron-LM that trains here: of the release of the installed Megatron-core."""
     named = os.environ.get("MEGATRON_LM", "")
-    return Path(named) if named else unpacked(TRAINING)
+    if named:
+        return Path(named)
+    folder = SCRIPT_FOLDERS.get(version("megatron-core").rpartition(".")[0])
+    return unpacked(SCRIPTS) / folder if folder else unpacked(TRAINING)
 
 
 def task(

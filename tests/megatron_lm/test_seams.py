@@ -4,46 +4,22 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from tests.megatron_lm.fixtures import SEAMS as ARCHIVE
 from tests.megatron_lm.fixtures import TRAINING, unpacked
+from tests.versions.core_seams import lookups_in
 from unicrond.agents.trainer.megatron import seams
-from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS, Lookups, missing
+from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS, missing
 from unicrond.events.megatron.command_line import TESTED
 
 
-def lookups_in(checkout: Path) -> Lookups:
-    """As `seams.lookups_of`, of files."""
-
-    def lookups(module: str) -> dict[str, Collection[str]] | None:
-        path = checkout / "megatron" / "training" / f"{module}.py"
-        if not path.is_file():
-            return None
-        tree = ast.parse(path.read_text())
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                named |= {alias.asname or alias.name for alias in node.names}
-        return {"": named, **{function.name: _looked_up(function) for function in functions}}
-
-    return lookups
-
-
-def _looked_up(function: ast.FunctionDef) -> set[str]:
-    """Names that are read in it and are not its own."""
-    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    arguments = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
-    own = {node.id for node in nodes if isinstance(node.ctx, ast.Store)} | arguments
-    return {node.id for node in nodes if isinstance(node.ctx, ast.Load)} - own
-
-
 def checkouts(version: str) -> Path:
-    return unpacked(TRAINING) if version == "0.16.1" else unpacked(ARCHIVE) / f"core_v{version}"
+    if version == "0.16.1":
+        return unpacked(TRAINING)
+    return next(unpacked(ARCHIVE).glob(f"core_v{version.rpartition('.')[0]}.*"))
 
 
 @pytest.mark.parametrize("version", TESTED)
@@ -101,4 +77,4 @@ def test_missing_seam_is_named_in_one_line() -> None:
 
 def test_untested_version_warns() -> None:
     assert seams.warning("0.16.1") == seams.warning("0.16.3+local") == ""
-    assert seams.warning("0.20.0").startswith("Megatron-LM 0.20.0 is not among the tested versions (0.15.3, 0.16.1")
+    assert seams.warning("0.20.0").startswith("Megatron-LM 0.20.0 is not among the tested versions (0.16.1, 0.17.1")

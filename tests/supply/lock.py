@@ -35,8 +35,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 #: Of packages that no extra names: what builds unicrond, and what makes locks and bills of materials.
 REQUIREMENTS: dict[str, tuple[str, ...]] = {"build": ("setuptools>=77",), "tools": ("uv", "cyclonedx-bom", "packaging")}
-#: The oldest Megatron-core that is supported (`make older-core`), which is installed beside the newest, alone.
-OLDER_CORE = "megatron-core==0.15.3"
 #: What a lock is for.
 MACHINES = [
     {"python_version": version, "python_full_version": f"{version}.0", "platform_machine": machine}
@@ -121,8 +119,6 @@ def main() -> None:
     for lock, names in REQUIREMENTS.items():
         found = resolve("\n".join(names), is_constrained=lock == "build")
         write(lock, found, f"{', '.join(names)}, and what they need.")
-    older = resolve(OLDER_CORE, is_constrained=False)
-    write("older-core", {"megatron-core": older["megatron-core"]}, f"{OLDER_CORE} alone (`make older-core`).")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
 from unicrond.agents.trainer.megatron.data import EvaluationLoader, MicroBatchLoader, ValidationLoader
 from unicrond.agents.trainer.megatron.evaluation import Evaluation, Evaluations
-from unicrond.agents.trainer.megatron.logs import LeadWriter
+from unicrond.agents.trainer.megatron.logs import LeadWriter, Trackers
 from unicrond.agents.trainer.megatron.runs import _fitting, _Weighing
+from unicrond.agents.trainer.process import cpu_shim
 
 SAMPLES = 20
 
@@ -297,3 +300,24 @@ def test_writers_write_only_on_leader() -> None:
     assert writer
     writer.add_scalar("loss", 2.0, 2)
     assert made == [[("loss", 2.0, 2)]]
+
+
+@pytest.mark.filterwarnings("ignore:save_to_aux_losses_tracker:DeprecationWarning")
+def test_tracked_losses_travel_with_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this Megatron-core's own trackers, whatever it calls them: else the lead logs its own share alone."""
+    cpu_shim.apply()
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+    save = getattr(MTPLossLoggingHelper, "save_metrics_to_tracker", None)  # core_v0.19
+    if save is None:
+        MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(5.0), 0, 2)
+    else:
+        save(torch.tensor(5.0), torch.tensor(3.0), torch.tensor(4.0), 0, 2)
+    save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(7.0), 1, 2)
+    tracked = [value for value in MTPLossLoggingHelper.tracker.values() if torch.is_tensor(value)]
+    trackers = Trackers(SimpleNamespace(num_layers=2, num_moe_experts=4))
+    room = torch.zeros(trackers.numel)
+    total = 7.0 + sum(float(value.sum()) for value in tracked)
+    trackers.take(room)
+    assert float(room.sum()) == total and not any(float(value.sum()) for value in tracked)
+    trackers.put_back(2 * room)
+    assert sum(float(value.sum()) for value in tracked) == 2 * (total - 7.0)

@@ -10,6 +10,7 @@ import. On a node without GPUs they are imported when such a kernel is first cal
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ with warnings.catch_warnings():  # Megatron tells every process that Transformer
     warnings.simplefilter("ignore")
     if not visible_gpus():
         torch.compile = _compile_when_called
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", of its CUDA build
     try:
         import unicrond.agents.trainer.entry.worker
         import unicrond.agents.trainer.loop.pretrain_gpt  # noqa: F401  # imported for every child

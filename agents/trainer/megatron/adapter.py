@@ -159,7 +159,8 @@ class Adapter:
         replicas."""
         assert self._replaced is not None
         if self._replaced.distributed:
-            self._sharded = CheckpointedOptimizer(config, model, flags.save_predicate(self._args))
+            overrides = options.get("config_overrides", rest[0] if rest else None)
+            self._sharded = CheckpointedOptimizer(config, model, overrides, flags.save_predicate(self._args))
             return self._sharded
         return self._real["get_megatron_optimizer"](config, model, *rest, **options)
 

@@ -36,13 +36,17 @@ class Misplaced(RuntimeError):
 
 
 class CheckpointedOptimizer(ShardedOptimizer):
-    """The sharded optimizer of `chunks`, which DistributedDataParallel has wrapped. `saves`: after which iterations
-    Megatron saves."""
+    """The sharded optimizer of `chunks`, which DistributedDataParallel has wrapped. `overrides`: as of the sharded
+    optimizer; `saves`: after which iterations Megatron saves."""
 
     def __init__(
-        self, config: OptimizerConfig, chunks: Sequence[Any], saves: Callable[[int], bool] | None = None
+        self,
+        config: OptimizerConfig,
+        chunks: Sequence[Any],
+        overrides: Mapping[Any, Any] | None = None,
+        saves: Callable[[int], bool] | None = None,
     ) -> None:
-        super().__init__(config, chunks)
+        super().__init__(config, chunks, overrides)
         self.saves = saves
         self._buffers = {number: chunk.buffers for number, chunk in enumerate(chunks)}
         self._ddp_config = chunks[0].ddp_config

@@ -64,9 +64,8 @@ def apply() -> None:
         SimpleNamespace(name="cpu", major=10, minor=0, total_memory=0, multi_processor_count=1)
     )
     cuda.memory_stats = lambda *_, **__: defaultdict(int)
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = lambda *_: _Stream()
-    cuda.default_stream = lambda *_: _Stream()
+    cuda.Stream, cuda.Event = cpu_shim.CpuStream, cpu_shim.CpuEvent
+    cuda.default_stream = lambda *_: cpu_shim.CpuStream()
     cuda.stream = lambda _: contextlib.nullcontext()
     torch.nn.Module.cuda = lambda module, device=None: module
     _stub_kernels()
@@ -103,56 +102,6 @@ def apply_after_import() -> None:
 
 def _returning(value: object) -> Callable[..., object]:
     return lambda *_, **__: value
-
-
-class _Stream:
-    """Stands in for a CUDA stream: everything is done when it is asked for."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def wait_stream(self, *_: object) -> None:
-        """Return at once."""
-        pass
-
-    def synchronize(self) -> None:
-        """Return at once."""
-        pass
-
-    def record_event(self, *_: object) -> _Event:
-        """Return an event that has happened."""
-        return _Event()
-
-    def wait_event(self, *_: object) -> None:
-        """Return at once."""
-        pass
-
-
-class _Event:
-    """Stands in for a CUDA event."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def record(self, *_: object) -> None:
-        """Return at once."""
-        pass
-
-    def wait(self, *_: object) -> None:
-        """Return at once."""
-        pass
-
-    def synchronize(self) -> None:
-        """Return at once."""
-        pass
-
-    def query(self) -> bool:
-        """Return that it has happened."""
-        return True
-
-    def elapsed_time(self, *_: object) -> float:
-        """Return no time."""
-        return 0.0
 
 
 class _OnCpu(TorchFunctionMode):  # type: ignore[misc]

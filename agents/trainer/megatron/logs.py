@@ -65,6 +65,8 @@ class _Dropped:
 
 
 _EXPERTS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+#: Of multi-token prediction: `values` until core_v0.18; then also how many tokens were right, for rates.
+_PREDICTION = ("values", "loss_values", "correct_values", "total_values")
 
 
 class Trackers:
@@ -77,7 +79,7 @@ class Trackers:
     @property
     def numel(self) -> int:
         """Return the elements of a sum; 0 where the model has no such losses."""
-        return (len(_EXPERTS) + 1) * self._layers if self._any else 0
+        return (len(_EXPERTS) + len(_PREDICTION)) * self._layers if self._any else 0
 
     def take(self, room: torch.Tensor) -> None:
         """Move what the trackers hold into `room`."""
@@ -98,11 +100,18 @@ class Trackers:
 
 
 def _values() -> Iterator[torch.Tensor | None]:
-    from megatron.core.transformer import multi_token_prediction as prediction
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    tracker: dict[str, Any] = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)()
-    for name in _EXPERTS:
-        yield tracker.get(name, {}).get("values")
-    helper = getattr(prediction, "MTPLossLoggingHelper", None)
-    yield getattr(helper, "tracker", {}).get("values")
+    experts = _expert_values()
+    yield from (experts.get(name) for name in _EXPERTS)
+    yield from (MTPLossLoggingHelper.tracker.get(name) for name in _PREDICTION)
+
+
+def _expert_values() -> dict[str, torch.Tensor]:
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # until core_v0.17
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}

@@ -1,7 +1,8 @@
 """Lets Megatron-core run without CUDA: replaces every place where it insists on a GPU.
 
 Applied once per process, only where CUDA is absent. No file of Megatron's is changed: names are replaced in its
-modules, and in `torch.cuda`, which does nothing useful on such a machine. Measured on megatron-core 0.16.1.
+modules, and in `torch.cuda`, which does nothing useful on such a machine.
+Measured on the releases in docs/use/versions.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def apply() -> None:
         return
     torch.cuda.current_device = _current_device
     torch.cuda.synchronize = _do_nothing
+    torch.cuda.current_stream = _current_stream  # core_v0.19 asks for it at each reduction of gradients
+    # torch's build for CUDA knows of CUDA whether it is there or not; `megatron/cpu.py` has it there. Adam asks.
+    torch.accelerator.current_accelerator = _no_accelerator
     torch.cuda.manual_seed = torch.random.default_generator.manual_seed
     torch.cuda.manual_seed_all = _seeds_nothing  # a function of its own: torch._dynamo knows them by name
     torch.cuda.get_rng_state = _rng_state
@@ -49,6 +53,14 @@ def _current_device() -> torch.device:
     return _CPU
 
 
+def _current_stream(_device: object = None) -> CpuStream:
+    return CpuStream()
+
+
+def _no_accelerator(check_available: bool = False) -> None:
+    pass
+
+
 def _do_nothing(*_arguments: object) -> None:
     pass
 
@@ -67,6 +79,56 @@ def _rng_state(device: object = None, clone: bool = False, graph_safe: bool = Fa
 
 def _set_rng_state(state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(state)
+
+
+class CpuStream:
+    """Stands in for a CUDA stream: everything is done when it is asked for."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def wait_stream(self, *_: object) -> None:
+        """Return at once."""
+        pass
+
+    def synchronize(self) -> None:
+        """Return at once."""
+        pass
+
+    def record_event(self, *_: object) -> CpuEvent:
+        """Return an event that has happened."""
+        return CpuEvent()
+
+    def wait_event(self, *_: object) -> None:
+        """Return at once."""
+        pass
+
+
+class CpuEvent:
+    """Stands in for a CUDA event."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, *_: object) -> None:
+        """Return at once."""
+        pass
+
+    def wait(self, *_: object) -> None:
+        """Return at once."""
+        pass
+
+    def synchronize(self) -> None:
+        """Return at once."""
+        pass
+
+    def query(self) -> bool:
+        """Return that it has happened."""
+        return True
+
+    def elapsed_time(self, *_: object) -> float:
+        """Return no time."""
+        return 0.0
 
 
 class _CpuTorch(ModuleType):

@@ -24,7 +24,6 @@ Rules
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -33,7 +32,12 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups, _get_param_groups
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    _get_megatron_optimizer_based_on_param_groups,
+    _get_param_groups,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -82,19 +86,14 @@ class Holding:
     stepper: DistributedOptimizer | None = None
 
 
-def _groups(models: list[torch.nn.Module], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the plain optimizer's groups. Megatron-core 0.15 asks for values of the configuration, one by one."""
-    if "config" in inspect.signature(_get_param_groups).parameters:
-        return _get_param_groups(models, config, None)  # type: ignore[no-any-return]
-    rates = (config.lr, config.min_lr, config.decoupled_lr, config.decoupled_min_lr)
-    return _get_param_groups(models, None, None, 1.0, *rates)  # type: ignore[no-any-return]
-
-
 class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """Adam over `models`, stepping the parts that this replica holds. See the module's rules."""
 
-    def __init__(self, config: OptimizerConfig, models: Sequence[torch.nn.Module]) -> None:
-        """Move the models' parameters into spaces. ValueError for what it cannot do (docs/use/task-files.md)."""
+    def __init__(
+        self, config: OptimizerConfig, models: Sequence[torch.nn.Module], overrides: Mapping[Any, Any] | None = None
+    ) -> None:
+        """Move the models' parameters into spaces. `overrides`: of groups of parameters, as `get_megatron_optimizer`
+        takes them. ValueError for what it cannot do (docs/use/task-files.md)."""
         if config.fp16 or config.loss_scale or config.optimizer != "adam":
             raise ValueError(
                 "optimizer.distributed: Adam without loss scaling only; use fp32 or bf16, or the unsharded optimizer"
@@ -102,7 +101,9 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         super().__init__([])
         self.config = replace(config, use_distributed_optimizer=True)
         self.is_stub_optimizer = False
-        groups = _groups(list(models), self.config)
+        if overrides is None:  # no decay of biases and norms; core_v0.18 and newer read None as no overrides here
+            overrides = get_standard_config_overrides(self.config)
+        groups = _get_param_groups(list(models), self.config, overrides)
         if any(group["is_expert_parallel"] for group in groups):
             raise ValueError(
                 "optimizer.distributed: expert parallel parameters are not supported; use the unsharded optimizer"
@@ -415,5 +416,9 @@ class _Buffer:
         self.buckets = [_Bucket(self.space, self.data_parallel_group.part)]
         self.params = list(self.space.places)
         self.param_dtype = self.space.data.dtype
-        self.data_parallel_world_size = self.data_parallel_group.size()
+        self.data_parallel_world_size = self.num_optimizer_shards = self.data_parallel_group.size()
         self.param_index_map = {parameter: (start, stop, 0) for parameter, (start, stop) in self.space.places.items()}
+
+    def get_unpacked_index_map(self) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+        """Return the places again: core_v0.17 asks for those of fp4 parameters."""
+        return self.param_index_map

@@ -1,0 +1,133 @@
+"""`make versions`: the trainer's tests and the demo with each set of Python, megatron-core and torch that is supported,
+from the package index's wheels alone. Environments, one for each Python, and the logs are in build/versions.
+
+`ROW=3.12-0.19.2-2.14.1`: that one. `MEGATRON`: a checkout of Megatron-LM, whose Megatron-core and scripts the row has
+in place of the wheel's.
+
+An environment takes up to 6 GB (the index has torch's build for CUDA, which runs here on the CPU), so it is removed
+when its rows are done; `KEEP=1` leaves it. The last lines are the rows of docs/use/versions.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "versions"
+#: Of constraints.txt: what a row has of its own, and what comes with it.
+_OWN = re.compile(r"(torch|torchft-nightly|megatron-core|triton|nvidia-(?!ml-py)[a-z0-9-]+|cuda-[a-z]+)==")
+_SUITES = (
+    "tests/versions", "tests/trainer", "tests/integration/test_plain_megatron.py",
+    "tests/integration/test_sharded_optimizer.py", "tests/megatron_lm/test_healing.py",
+    "tests/megatron_lm/test_against_stock.py::test_healed_sgd_parameters_match_stock",
+)  # fmt: skip
+_MARKS = "not matrix and not gpu and not containers and not kubernetes and not slurm"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Versions that are tested together."""
+
+    python: str
+    core: str
+    torch: str
+
+    def __str__(self) -> str:
+        return f"{self.python}-{self.core}-{self.torch}"
+
+
+ROWS = (
+    Row("3.11", "0.16.1", "2.13.0"),
+    Row("3.12", "0.17.1", "2.14.1"),
+    Row("3.12", "0.18.2", "2.14.1"),
+    Row("3.12", "0.19.2", "2.11.0"),
+    Row("3.12", "0.19.2", "2.14.1"),
+    Row("3.12", "0.19.2", "2.15.0"),
+    Row("3.13", "0.19.2", "2.14.1"),
+)
+
+
+def constraints(folder: Path) -> Path:
+    """Write the versions of all other packages, those of the locks; return the file."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not _OWN.match(line)]
+    path = folder / "constraints.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def environment(row: Row, folder: Path) -> Path:
+    """Make the row's environment; return its folder of commands. Raises CalledProcessError, or FileNotFoundError
+    without such a Python."""
+    python = shutil.which(f"python{row.python}")
+    if python is None:
+        raise FileNotFoundError(f"no python{row.python} in PATH")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "bin" / "pip").exists():
+        subprocess.run([python, "-m", "venv", folder], check=True)
+    packages = [f"torch=={row.torch}", f"megatron-core=={row.core}", "--editable", f"{ROOT}[all,dev]"]
+    pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--constraint", constraints(folder), *packages], check=True, cwd=ROOT)
+    return folder / "bin"
+
+
+def run(row: Row, folder: Path, variables: Mapping[str, str]) -> list[str]:
+    """Run the row; return the cells behind its versions: tests, demo, minutes."""
+    began_s = time.monotonic()
+    commands = environment(row, folder.parent / f"python{row.python}")
+    folder.mkdir(parents=True, exist_ok=True)
+    suites = [str(commands / "pytest"), "-q", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider", "-m", _MARKS]
+    with (folder / "tests.log").open("w") as log:
+        subprocess.run([*suites, *_SUITES], cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)
+    counts = (folder / "tests.log").read_text().splitlines()
+    counted = next((line for line in reversed(counts) if re.search(r"\d+ (passed|failed|error)", line)), "nothing ran")
+    with (folder / "demo.log").open("w") as log:
+        demo = [commands / "unicrond", "demo"]
+        healed = subprocess.run(demo, cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)
+    minutes = (time.monotonic() - began_s) / 60
+    tests = re.sub(r" in .*", "", counted.strip("= "))
+    return [tests, "healed" if healed.returncode == 0 else "failed", f"{minutes:.0f}"]
+
+
+def commit() -> str:
+    """Return what the tree is."""
+    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the rows of these names, or all; exit code 0 only if each passed."""
+    checkout = os.environ.get("MEGATRON", "")
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if checkout:
+        variables.update(PYTHONPATH=checkout, MEGATRON_LM=checkout)
+    if unknown := [name for name in names if name not in map(str, ROWS)]:
+        raise SystemExit(f"ROW: {unknown[0]!r} is none of {', '.join(map(str, ROWS))}")
+    lines, failed = [], False
+    rows = [row for row in ROWS if not names or str(row) in names]
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        folder = FOLDER / str(row)
+        try:
+            cells = run(row, folder, variables)
+        except (OSError, subprocess.CalledProcessError) as error:
+            cells = [f"not run: {error}", "", ""]
+        failed |= "failed" in " ".join(cells) or "error" in " ".join(cells) or "passed" not in cells[0]
+        if not os.environ.get("KEEP") and (following is None or following.python != row.python):
+            shutil.rmtree(FOLDER / f"python{row.python}", ignore_errors=True)
+        core = f"checkout {checkout}" if checkout else row.core
+        lines.append(f"| {row.python} | {core} | {row.torch} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    print(f"at {commit()}, {datetime.now(UTC):%Y-%m-%d}:", *lines, sep="\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
