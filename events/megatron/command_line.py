@@ -78,8 +78,6 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
     RefusedFlag("--delay-wgrad-compute", f"weight gradients outside of the backward are {_UNDONE}"),
     RefusedFlag("--use-nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
     RefusedFlag("--nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
-    RefusedFlag("--num-distributed-optimizer-instances", "unicrond shards the optimizer over all replicas", (1,)),
-    RefusedFlag("--overlap-param-gather-with-optimizer-step", f"its schedule is {_UNDONE}"),
     RefusedFlag("--reuse-grad-buf-for-mxfp8-param-ag", f"{_UNDONE}: gradients and parameters must not share memory"),
     RefusedFlag("--fp8-param-gather", f"fp8 parameters are {_UNDONE}"),
     RefusedFlag("--save-wgrads-interval", f"{_UNDONE}; leave it out"),

@@ -47,6 +47,10 @@ OTHERS = {
     "fp16": "--fp16 --initial-loss-scale 1024 --train-iters 25",
     "distributed optimizer": "--use-distributed-optimizer",
     "distributed optimizer, bf16": "--use-distributed-optimizer --bf16",
+    "distributed optimizer, spread by flags": (
+        "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --overlap-grad-reduce"
+        " --overlap-param-gather --overlap-param-gather-with-optimizer-step"
+    ),
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "overlap": "--overlap-grad-reduce",
 }

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicrond.agents.trainer.megatron.flags import apply_task_layout
+from unicrond.agents.trainer.megatron.flags import apply_task_layout, drop_spreading
 from unicrond.events.vocabulary import TaskSpec
 
 
@@ -71,3 +71,13 @@ def test_flags_follow_layout_of_task(flags: dict[str, int], fields: dict[str, in
     args = parsed(**flags)
     list(apply_task_layout(args, task(**fields)))
     assert inner(args) == found
+
+
+def test_spreading_of_megatrons_optimizer_is_dropped() -> None:
+    args = parsed(num_distributed_optimizer_instances=2, overlap_param_gather_with_optimizer_step=True)
+    assert [line.partition(" is")[0] for line in drop_spreading(args)] == [
+        "--num-distributed-optimizer-instances 2",
+        "--overlap-param-gather-with-optimizer-step True",
+    ]
+    assert (args.num_distributed_optimizer_instances, args.overlap_param_gather_with_optimizer_step) == (1, False)
+    assert list(drop_spreading(args)) == list(drop_spreading(parsed())) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from unicrond.ctl.main import main
+from unicrond.events.megatron.command_line import BadFlags
 from unicrond.intake.megatron_init import BadScript, parse_script, parse_words, task_file
 from unicrond.intake.task_file import loads
 
@@ -64,12 +65,22 @@ def test_init_megatron_converts_command_line(capsys: pytest.CaptureFixture[str])
     [
         (SBATCH.replace("TP=2", ""), r"'\$\{TP\}' is known to a shell alone"),
         (SBATCH.replace("TP=2", "TP=$(cat tp)"), "is known to a shell alone"),
-        ("echo hello\n", "no command with a .py script and --num-layers was found"),
+        ("echo hello\n", "no command with a .py script and one of --num-layers, --encoder-num-layers, "),
+        (
+            SBATCH.replace("--num-layers 24", "--use-checkpoint-args"),
+            "--num-layers: is not given; unicrond needs to know",
+        ),
     ],
 )
 def test_init_megatron_names_shell_expressions(script: str, reason: str) -> None:
-    with pytest.raises(BadScript, match=reason):
-        parse_script(script)
+    with pytest.raises((BadScript, BadFlags), match=reason):
+        task_file(parse_script(script), base=Path("/home/me"))
+
+
+def test_init_megatron_recognises_encoder_and_decoder() -> None:
+    script = SBATCH.replace("--num-layers 24", "--encoder-num-layers 24 --decoder-num-layers 12")
+    spec = loads(task_file(parse_script(script.replace("--seq-length", "--encoder-seq-length")), base=Path("/home/me")))
+    assert (spec.model.layers, spec.model.seq, spec.max_workers) == (24, 2048, 32)
 
 
 def test_init_megatron_refuses_launcher_without_script() -> None:

@@ -26,6 +26,8 @@ _TASK_VARIABLES = re.compile(
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|\$([A-Za-z_]\w*)")
 _SIZES = re.compile(r"#SBATCH\s+--?(nodes|N|gpus-per-node|ntasks-per-node|gres)[=\s]+(\S+)")
+#: A command with one of these trains a model: of encoders and decoders, or with the sizes of a checkpoint, too.
+_TRAINING_FLAGS = ("--num-layers", "--encoder-num-layers", "--micro-batch-size")
 _ENDS = {"|", "||", "&&", "&", ";", ">", ">>", "2>", "2>&1", "<"}
 
 
@@ -73,13 +75,13 @@ def parse_script(text: str) -> LaunchCommand:
             cwd = " ".join(_value(line[3:], variables))
         elif ".py" in _substitute(line, variables):
             words = _words(_substitute(line, variables))
-            if any(word.startswith("--num-layers") for word in words):
+            if any(word.partition("=")[0] in _TRAINING_FLAGS for word in words):
                 command = parse_words(words)
                 command.cwd, command.env = cwd, env
                 command.workers = _slurm_gpus(text) or command.workers
                 _require_known(command.words)
                 return command
-    raise BadScript("no command with a .py script and --num-layers was found in it")
+    raise BadScript(f"no command with a .py script and one of {', '.join(_TRAINING_FLAGS)} was found in it")
 
 
 def task_file(command: LaunchCommand, *, name: str = "", base: Path) -> str:

@@ -16,11 +16,13 @@ from unicrond.events.megatron.command_line import CHECKED_FLAGS, REFUSED_FLAGS, 
 from unicrond.events.vocabulary import TaskSpec
 
 __all__ = [
-    "TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "divides_evaluation", "newest_checkpoint",
-    "require", "take_over",
+    "TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "divides_evaluation", "drop_spreading",
+    "newest_checkpoint", "require", "take_over",
 ]  # fmt: skip
 
 
+#: How Megatron spreads its sharded optimizer, in whose place unicrond's stands: what they are without it.
+_SPREADING = {"num_distributed_optimizer_instances": 1, "overlap_param_gather_with_optimizer_step": False}
 _BATCH_SIZES = ("global_batch_size", "micro_batch_size")
 
 
@@ -68,6 +70,15 @@ def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
             flag, value = name.replace("_", "-"), getattr(args, name)
             yield f"--{flag}: {expected}, as the task says ({value} on the command line)"
             setattr(args, name, expected)
+
+
+def drop_spreading(args: Any) -> Iterator[str]:
+    """Unset how Megatron would spread its optimizer over ranks and overlap its steps; yield what was changed."""
+    for name, value in _SPREADING.items():
+        if (given := getattr(args, name, value)) != value:
+            flag = name.replace("_", "-")
+            yield f"--{flag} {given} is without effect: unicrond shards the optimizer over all replicas"
+            setattr(args, name, value)
 
 
 def _vpp_of(args: Any) -> int:
