@@ -255,12 +255,13 @@ async def test_consumers_exist_before_start_command(nats_connection: Connection)
     assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a"]))
     await consumers.before([replace(start, spec=replace(SPEC, name="b"))])
     assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b"]))
-    read["n1"] = 7
-    await api(nats_connection, f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n1", {})
-    await consumers.look()
-    assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b"]))
-    info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
-    assert info["config"]["opt_start_seq"] == 8, "it begins behind what the agent has read"
+    log.state = replace(log.state, seq=9)
+    for read["n1"], begin in ((7, 8), (70, 10)):
+        await api(nats_connection, f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n1", {})
+        await consumers.look()
+        assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b"]))
+        info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
+        assert info["config"]["opt_start_seq"] == begin, "behind what it has read of this log, not of a longer one"
     await consumers.before([replace(start, spec=replace(SPEC, name="c"))])
     assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b", "c"]))
 
@@ -327,7 +328,7 @@ async def test_consumer_of_known_node_waits_for_its_beat(nats_connection: Connec
             await until_exist(nats_connection, {"agent-n3"})
             await consumers.before([v.StartWorkers(node="n2", epoch=1, command_id="1.1.n2.1", spec=SPEC, starts=())])
             await until_exist(nats_connection, {"agent-n2", "agent-n3"})
-            read["n1"] = 7
+            log.state, read["n1"] = replace(log.state, seq=9), 7
             await until_exist(nats_connection, {"agent-n1", "agent-n2", "agent-n3"})
         info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
         assert info["config"]["opt_start_seq"] == 8

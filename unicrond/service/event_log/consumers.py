@@ -144,6 +144,11 @@ class Consumers:
         waiting = {node: until_s for node, until_s in self._waiting.items() if until_s}
         return any(self._read_seq(node) or now_s >= until_s for node, until_s in waiting.items())
 
+    def _begin_seq(self, node: str) -> int:
+        """Return the entry behind which a new consumer of the node begins. What an agent has read beyond the log's end
+        stood in another log, of which this one is a shorter restore: orders come under its numbers again."""
+        return min(self._read_seq(node), self._state().seq)
+
     def _active_tasks(self, node: str) -> frozenset[str]:
         """Return those of the tasks that the node follows that go on."""
         tasks = self._state().tasks
@@ -169,7 +174,7 @@ class Consumers:
             config = (
                 with_filter(current, node, tasks)
                 if current
-                else command_consumer_config(node, tasks, self._read_seq(node))
+                else command_consumer_config(node, tasks, self._begin_seq(node))
             )
             request = {"stream_name": EVENT_STREAM, "config": config}
             async with room:
