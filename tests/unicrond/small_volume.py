@@ -40,8 +40,10 @@ async def heal(directory: Path) -> None:
         with other.open("r+b") as file:
             file.truncate(other.stat().st_size - 300_000)
         acknowledged, waiting, envelope = await fill_up(log)
-        other.unlink()
         keeper = LogKeeper(log, Bus(), server, restart_after_s=0.05, look_every_s=0.02)
+        assert keeper.trouble.startswith(f"the volume of {server.directory} is full, make room there: "), keeper.trouble
+        other.unlink()
+        assert keeper.trouble and "is full" not in keeper.trouble
         watching = asyncio.create_task(keeper.run())
         await asyncio.wait_for(server.ended(), 15)
         watching.cancel()

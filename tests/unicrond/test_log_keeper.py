@@ -31,10 +31,8 @@ class SmallServer(EmbeddedServer):
 
     limit = "300KB"
 
-    def _write_config(self) -> None:
-        super()._write_config()
-        path = self._config_path
-        path.write_text(path.read_text().replace("sync_interval:", f"max_file_store: {self.limit}, sync_interval:"))
+    def _config(self) -> str:
+        return super()._config().replace("sync_interval:", f"max_file_store: {self.limit}, sync_interval:")
 
 
 class Bus:

@@ -36,6 +36,8 @@ RESTART_AFTER_S = 10.0
 #: How much must be free before a restart is worth it, in bytes; of a small volume this share of it is enough.
 ROOM_BYTES = 64 * 1024 * 1024
 ROOM_SHARE = 0.1
+#: A volume with less is full: the largest message finds no room.
+FULL_BYTES = 1 << 20
 PROBE_EVERY_S = 2.0
 #: Observations that nodes have held back for less may be under way.
 BACKLOG_US = 3_000_000
@@ -126,7 +128,15 @@ class LogKeeper:
         probed = self._probe.trouble if self._probe else ""
         if self._probe is not None and self._probe.is_settled:
             return probed  # the cause; waiting appends and missing heartbeats only follow
-        return self._trouble_here or probed or self._trouble_of_nodes
+        trouble = self._trouble_here or probed or self._trouble_of_nodes
+        return f"{self._full_volume}{trouble}" if trouble else ""
+
+    @property
+    def _full_volume(self) -> str:
+        """The cause, where our server has no room: it says something else then, or nothing."""
+        if self._server is None or shutil.disk_usage(self._server.directory).free >= FULL_BYTES:
+            return ""
+        return f"the volume of {self._server.directory} is full, make room there: "
 
     @property
     def _trouble_here(self) -> str:
