@@ -33,10 +33,13 @@ import msgspec
 
 from unicrond.events.vocabulary.shape import Shape
 
-_MAGIC = b"unicrnM3"
+#: Of the head of a layout without context parallelism and with experts cut as usual, which older agents read, too; of
+#: any other.
+_MAGIC, _MAGIC_OF_MORE = b"unicrnM3", b"unicrnM4"
 _PAGE_BYTES = 4096
 _HEAD_STRIDE = 1024
 _HEAD = struct.Struct("<8sQQQQIIII32s")
+_HEAD_OF_MORE = struct.Struct("<8sQQQQIIIIII32s")
 _DIGEST_BYTES = 32
 _FLOCK = struct.Struct("hhqqi4x")
 _SLOTS = (0, 1)
@@ -48,7 +51,7 @@ class TooLarge(Exception):
 
 
 class StateHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The head of a sealed slot: the state after `iteration`, reduced under `generation`, by a replica of tp * pp."""
+    """The head of a sealed slot: the state after `iteration`, reduced under `generation`, of a replica in `layout`."""
 
     iteration: int
     generation: int
@@ -58,11 +61,13 @@ class StateHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    cp: int = 1
+    etp: int = 0
 
     @property
     def layout(self) -> Shape:
         """The layout of the replica."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep)
+        return Shape(self.tp, self.pp, self.vpp, self.ep, cp=self.cp, etp=self.etp)
 
 
 def digest_of(payload: bytes | memoryview) -> bytes:
@@ -244,11 +249,13 @@ class Memory:
         mapped, entries = self._mapped(), []
         for slot in _SLOTS:
             start = slot * _HEAD_STRIDE
-            packed = bytes(mapped[start : start + _HEAD.size])
-            checksum = bytes(mapped[start + _HEAD.size : start + _HEAD.size + _DIGEST_BYTES])
-            magic, iteration, generation, size_bytes, at, tp, pp, vpp, ep, digest = _HEAD.unpack(packed)
-            if magic == _MAGIC and checksum == digest_of(packed) and at + size_bytes <= len(mapped):
-                entries.append((slot, StateHead(iteration, generation, size_bytes, digest, tp, pp, vpp, ep), at))
+            form = _HEAD_OF_MORE if mapped[start : start + len(_MAGIC)] == _MAGIC_OF_MORE else _HEAD
+            packed = bytes(mapped[start : start + form.size])
+            checksum = bytes(mapped[start + form.size : start + form.size + _DIGEST_BYTES])
+            magic, iteration, generation, size_bytes, at, *cut, digest = form.unpack(packed)
+            is_sealed = magic in (_MAGIC, _MAGIC_OF_MORE) and checksum == digest_of(packed)
+            if is_sealed and at + size_bytes <= len(mapped):
+                entries.append((slot, StateHead(iteration, generation, size_bytes, digest, *cut), at))
         return sorted(entries, key=lambda entry: (entry[1].generation, entry[1].iteration), reverse=True)
 
     def _void(self, slot: int) -> None:
@@ -257,9 +264,13 @@ class Memory:
 
     def _seal(self, slot: int, at: int, head: StateHead) -> None:
         counts = head.iteration, head.generation, head.size_bytes, at
-        packed = _HEAD.pack(_MAGIC, *counts, *head.layout[:4], head.digest)
+        cut = head.tp, head.pp, head.vpp, head.ep
+        if (head.cp, head.etp) == (_ALONE.cp, _ALONE.etp):
+            packed = _HEAD.pack(_MAGIC, *counts, *cut, head.digest)
+        else:
+            packed = _HEAD_OF_MORE.pack(_MAGIC_OF_MORE, *counts, *cut, head.cp, head.etp, head.digest)
         start = slot * _HEAD_STRIDE
-        self._mapped()[start : start + _HEAD.size + _DIGEST_BYTES] = packed + digest_of(packed)
+        self._mapped()[start : start + len(packed) + _DIGEST_BYTES] = packed + digest_of(packed)
 
     def _lock(self, slot: int, kind: int) -> bool:
         try:
@@ -295,7 +306,7 @@ class Draft:
         if digest is not None and digest != actual:
             self.abandon()
             raise ValueError("the payload's digest differs from the announced one")
-        head = StateHead(iteration, generation, len(self.view), actual, *layout[:4])
+        head = StateHead(iteration, generation, len(self.view), actual, *layout[:4], layout.cp, layout.etp)
         self._memory._seal(self._slot, self._at, head)
         self.abandon()
         return head

@@ -60,6 +60,8 @@ class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pp: Degree
     vpp: Degree = 1
     ep: Degree = 1
+    cp: Degree = 1
+    etp: Count = 0
 
     @staticmethod
     def of(head: StateHead) -> HeadOf:
@@ -86,7 +88,8 @@ class Ask(WireMessage, frozen=True, kw_only=True):
 
 
 class Fetch(WireMessage, frozen=True, kw_only=True, omit_defaults=True):
-    """Request: send one of the listed states: the shard's, of a replica of tp * pp, after `iteration`."""
+    """Request: send one of the listed states: the shard's, of a replica of that layout, after
+    `iteration`."""
 
     token: Credential
     task: Name
@@ -96,11 +99,13 @@ class Fetch(WireMessage, frozen=True, kw_only=True, omit_defaults=True):
     pp: Degree
     vpp: Degree = 1
     ep: Degree = 1
+    cp: Degree = 1
+    etp: Count = 0
 
     @property
     def layout(self) -> Shape:
         """The layout of the replica."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep)
+        return Shape(self.tp, self.pp, self.vpp, self.ep, cp=self.cp, etp=self.etp)
 
 
 class Push(WireMessage, frozen=True, kw_only=True):
@@ -178,8 +183,7 @@ class Fetching:
         self._connection = _connected(service, passes)
         try:
             token = _credential(service, passes)
-            tp, pp, vpp, ep, _ = layout
-            cut = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}
+            cut = {name: size for name, size in layout._asdict().items() if name != "micro_batch"}
             request = Fetch(token=token, task=task, shard=shard, iteration=iteration, **cut)
             send_message(self._connection, request)
             self.head = _answer(self._connection, FetchAnswer).head.head()

@@ -60,8 +60,7 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
     RefusedFlag("--yaml-cfg", "give the flags themselves: the task is read from them"),
     RefusedFlag("--use-torch-fsdp2", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
     RefusedFlag("--use-megatron-fsdp", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
-    RefusedFlag("--context-parallel-size", f"context parallelism is {_UNDONE}; use --tensor-model-parallel-size", (1,)),
-    RefusedFlag("--hybrid-context-parallel", f"context parallelism is {_UNDONE}"),
+    RefusedFlag("--hybrid-context-parallel", f"sequences over various numbers of workers are {_UNDONE}"),
     RefusedFlag("--rampup-batch-size", _OTHER_SIZES),
     RefusedFlag("--decrease-batch-size-if-needed", _OTHER_SIZES),
     RefusedFlag("--iterations-to-skip", f"skipped iterations are {_UNDONE}; leave it out"),
@@ -98,6 +97,7 @@ _GLOBAL_AUX_LOSS = RefusedFlag(
 CHECKED_FLAGS = (
     _GLOBAL_AUX_LOSS.flag,
     "--tensor-model-parallel-size",
+    "--context-parallel-size",
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
     "--use-distributed-optimizer",
@@ -111,15 +111,22 @@ def refusals(values: Mapping[str, object]) -> Iterator[str]:
             yield f"{refusal.flag}: {refusal.reason}"
     if "global_aux_loss" in str(values.get(_GLOBAL_AUX_LOSS.flag, "")):
         yield f"{_GLOBAL_AUX_LOSS.flag}: {_GLOBAL_AUX_LOSS.reason}"
-    tp, experts = _size(values, "--tensor-model-parallel-size"), _size(values, "--expert-model-parallel-size")
-    tensor = _size(values, "--expert-tensor-parallel-size", tp)
-    if experts > 1 and experts * tensor != tp:
+    layout = _layout(values)
+    if layout.data > 1:
         yield (
-            f"--expert-model-parallel-size: {experts}, times --expert-tensor-parallel-size {tensor}, must be"
-            f" --tensor-model-parallel-size ({tp}): a replica's tp workers share its experts"
+            f"--expert-model-parallel-size: {layout.ep}, times --expert-tensor-parallel-size {layout.expert_tp}, must"
+            f" divide --tensor-model-parallel-size times --context-parallel-size ({layout.tp * layout.cp}): experts"
+            f" over data-parallel ranks are {_UNDONE}"
         )
-    if experts > 1 and values.get("--use-distributed-optimizer"):
+    if layout.ep > 1 and values.get("--use-distributed-optimizer"):
         yield f"--use-distributed-optimizer: with --expert-model-parallel-size it is {_UNDONE}; leave it out"
+
+
+def _layout(values: Mapping[str, object]) -> Shape:
+    """Return the layout as far as flags give sizes; an expert is cut in tp parts where no flag says otherwise."""
+    tp, ep = _size(values, "--tensor-model-parallel-size"), _size(values, "--expert-model-parallel-size")
+    etp = _size(values, "--expert-tensor-parallel-size", tp)
+    return Shape(tp, ep=ep, cp=_size(values, "--context-parallel-size"), etp=etp).plain
 
 
 def _size(values: Mapping[str, object], flag: str, default: int = 1) -> int:
@@ -202,6 +209,8 @@ class TrainingFlags:
     pp: int
     vpp: int
     ep: int
+    cp: int
+    etp: int
     global_batch: int
     micro_batch: int
     iterations: int
@@ -215,6 +224,11 @@ class TrainingFlags:
     distributed: bool
     notes: tuple[str, ...]
 
+    @property
+    def shape(self) -> Shape:
+        """Return the layout."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, cp=self.cp, etp=self.etp)
+
 
 def read_training_flags(line: CommandLine) -> TrainingFlags:
     """Read the task that the command line describes. Raises BadFlags for what is refused, missing or no number."""
@@ -227,6 +241,8 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
         pp=cut.pp,
         vpp=cut.vpp,
         ep=cut.ep,
+        cp=cut.cp,
+        etp=cut.etp,
         global_batch=global_batch,
         micro_batch=line.number("--micro-batch-size"),
         iterations=_iterations(line, global_batch),
@@ -255,7 +271,9 @@ def degrees(line: CommandLine) -> Shape:
                 f"{CHUNKS_FLAGS[0]}: {layers} layers do not divide among pp {pp} in chunks of {layers_per_chunk}"
             )
         vpp = layers // pp // layers_per_chunk
-    return Shape(tp, pp, vpp, line.number("--expert-model-parallel-size", default=1))
+    ep, cp = (line.number(f"--{name}-parallel-size", default=1) for name in ("expert-model", "context"))
+    etp = line.number("--expert-tensor-parallel-size", default=tp)
+    return Shape(tp, pp, vpp, ep, cp=cp, etp=etp).plain
 
 
 def _global_batch(line: CommandLine) -> int:

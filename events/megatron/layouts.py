@@ -8,7 +8,8 @@ Rules
 * What cuts the stages by hand binds pp and vpp, what needs a certain tp binds that. Nobody has tried to cut some kinds
   of models and states anew (`untried`): a person may ask for it, `auto` does not.
 * A stage's layers divide among its vpp chunks; Megatron interleaves from two stages on, without overlap of their
-  communication from three. Experts divide over ep of a tensor-parallel group's workers; each is cut in tp / ep there.
+  communication from three. Experts divide over ep workers, and each is cut in etp parts there. A sequence divides among
+  cp workers, each of which takes two pieces of it.
 
 Pure.
 """
@@ -43,6 +44,7 @@ _NOT_INTERLEAVED = ("--num-experts", "--mtp-num-layers")
 _RIGID_FORMATS = ("torch", "torch_dcp", "zarr")
 _ANY_LAYOUT = "torch_dist"
 _UNTRIED = (
+    "--cp-comm-type",
     "--experimental-attention-variant",
     "--fp4-format",
     "--fp8-format",
@@ -71,7 +73,8 @@ class LayoutRules:
 
     `flags_layout`: the layout that its flags give. `divided_by_tp`: sizes, by the words that name them;
     `experts_divided`: those that tp / ep must divide. `layers`, `experts`: how many; 1 expert where a layer has none.
-    `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out vpp, ep above 1.
+    `seq`: tokens of a sample. `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out
+    vpp, ep above 1.
     `binding_tp`, `binding_pp`: flags with which tp, or pp and vpp, stay as they are. `rigid`: why the whole layout
     stays. `untried`: why `auto` chooses no other, "" where it may.
     """
@@ -86,9 +89,11 @@ class LayoutRules:
     binding_tp: tuple[str, ...]
     binding_pp: tuple[str, ...]
     needs_sequence_parallel: bool
+    sequence_parallel: bool
     rigid: str
     untried: str
     experts: int
+    seq: int
 
     def problem(self, shape: Shape) -> str:
         """Say in one line why the task cannot be restarted in this layout, with the flag; "" where no reason is
@@ -96,7 +101,7 @@ class LayoutRules:
         return next(self._problems(shape), "")
 
     def _problems(self, shape: Shape) -> Iterator[str]:
-        tp, pp, vpp, ep, _ = shape
+        tp, pp, vpp, *_ = shape
         flags_layout = self.flags_layout
         if shape == flags_layout:
             return
@@ -115,7 +120,9 @@ class LayoutRules:
             yield f"--num-layers: {self.layers} does not divide among pp ({pp}); use another pp"
         if vpp > 1:
             yield from self._uninterleaved(pp, vpp)
-        yield from self._experts_apart(tp, ep)
+        if shape.cp > 1 and self.seq % (pieces := 2 * shape.cp * (tp if self.sequence_parallel else 1)):
+            yield f"--seq-length: {self.seq} does not divide in {pieces} pieces for cp ({shape.cp}); use another cp"
+        yield from self._experts_apart(shape)
 
     def _uninterleaved(self, pp: int, vpp: int) -> Iterator[str]:
         if self.bars_vpp:
@@ -125,16 +132,22 @@ class LayoutRules:
         if self.layers // pp % vpp:
             yield f"--num-layers: {self.layers // pp} of a stage do not divide among vpp ({vpp}); use another vpp"
 
-    def _experts_apart(self, tp: int, ep: int) -> Iterator[str]:
+    def _experts_apart(self, shape: Shape) -> Iterator[str]:
+        ep, parts = shape.ep, shape.expert_tp
         if ep > 1 and self.bars_ep:
             yield f"{self.bars_ep}; use ep 1"
-        if tp % ep:
-            yield f"ep: {ep} does not divide tp ({tp}), whose workers share the experts; use another ep"
+        if shape.data > 1:
+            cut, room = (f", each expert cut in {parts},", "tp x cp") if shape.etp or shape.cp > 1 else ("", "tp")
+            yield (
+                f"ep: {ep}{cut} does not divide {room} ({shape.tp * shape.cp}), whose workers share the experts; use"
+                " another ep"
+            )
         elif self.experts % ep:
             yield f"--num-experts: {self.experts} do not divide among ep ({ep}); use another ep"
+        name = "etp" if shape.etp else "tp / ep"
         for flag, size in self.experts_divided:
-            if size % (tp // ep or 1):
-                yield f"{flag}: {size} does not divide among tp / ep ({tp // ep}); use another tp or ep"
+            if size % parts:
+                yield f"{flag}: {size} does not divide among {name} ({parts}); use another tp or ep"
 
 
 def layout_rules(args: Sequence[str]) -> LayoutRules | None:
@@ -170,9 +183,11 @@ def _read(line: CommandLine) -> LayoutRules:
         binding_tp=tuple(flag for flag in _BIND_TP if flag in line.flags),
         binding_pp=tuple(flag for flag in _BIND_PP if flag in line.flags),
         needs_sequence_parallel="--num-experts" in line.flags and "--sequence-parallel" not in line.flags,
+        sequence_parallel="--sequence-parallel" in line.flags,
         rigid=rigid,
         untried=_untried(line),
         experts=experts,
+        seq=line.number("--seq-length", "--encoder-seq-length"),
     )
 
 
@@ -210,5 +225,7 @@ def _untried(line: CommandLine) -> str:
     if "--load" in line.flags and line.text("--ckpt-format") != _ANY_LAYOUT:
         # Megatron's default, but an older checkpoint would be read all the same, in its own layout alone.
         return f"args: --load: can be read in another layout with --ckpt-format {_ANY_LAYOUT} alone, which is not given"
+    if (layout := degrees(line)).cp > 1:
+        return f"args: --context-parallel-size: {layout.cp}: nobody has tried it in another layout"
     flag = next((flag for flag in _UNTRIED if flag in line.flags), "")
     return f"args: {flag}: nobody has tried it in another layout" if flag else ""

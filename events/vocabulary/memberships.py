@@ -62,7 +62,7 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     writes a checkpoint before it parks.
 
     `seats`: the last of the members' runs; `parts` MembershipParts before the decision hold the runs before them.
-    Joiners have no state; they take it from the other members, or from the nearest checkpoint. `size`: tp * pp.
+    Joiners have no state; they take it from the other members, or from the nearest checkpoint. `size`: of a replica.
     `peers`: nodes that hold the task's state in memory, or are to: copies go to the first that is not the node itself.
     `mtbf_us`: expected time to the task's next failure, 0 = not known. `handover`: workers of another layout are about
     to take the state from the nodes' memory, so that the lead need not write it to storage. `stop`: why training is to

@@ -2,7 +2,7 @@
 
 Rules
 -----
-* A seat is `replica * size + shard`, where `size` = tp * pp: its place among all shards of all replicas. Workers of one
+* A seat is `replica * size + shard`, `size` being the workers of a replica: its place among all shards. Workers of one
   node with consecutive numbers at consecutive seats are one run, so a membership takes some 20 bytes a node, whatever
   the node's slots.
 * A membership that is too large for one event is sent in parts: MembershipPart 1, 2, ..., and MembershipDecided last.
@@ -46,7 +46,7 @@ RUN_MAX = 1024
 
 
 def runs_of(members: Sequence[Member], joiners: Collection[str], size: int) -> tuple[SeatRun, ...]:
-    """Return the members of one task, in their order, as runs. `size`: tp * pp, >= 1."""
+    """Return the members of one task, in their order, as runs. `size`: workers of a replica, >= 1."""
     runs: list[SeatRun] = []
     serial = members[0].worker.rindex(".") + 1 if members else 0
     node, number, seat, joins, count = "", 0, 0, False, 0
@@ -72,7 +72,7 @@ def runs_of(members: Sequence[Member], joiners: Collection[str], size: int) -> t
 
 
 def members_of(task: str, runs: Iterable[SeatRun], size: int) -> tuple[Member, ...]:
-    """Expand runs into members: the inverse of `runs_of`. `size`: tp * pp, >= 1."""
+    """Expand runs into members: the inverse of `runs_of`. `size`: workers of a replica, >= 1."""
     members: list[Member] = []
     for seat_run in runs:
         members += _seated(task, seat_run.node, seat_run.number, seat_run.seat, seat_run.count, size)
@@ -159,7 +159,7 @@ def broadcast_seats(
 
 
 def compact(assignment: TaskAssignment, size: int) -> TaskAssignment:
-    """Convert the assignment to runs of nodes instead of `replicas`. `size`: tp * pp, >= 1."""
+    """Convert the assignment to runs of nodes instead of `replicas`. `size`: workers of a replica, >= 1."""
     runs: list[NodeRun] = []
     node, count = "", 0
     for name in (name for replica in assignment.replicas for name in replica):

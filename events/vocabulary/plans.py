@@ -40,10 +40,11 @@ class NodeRun(Value, frozen=True, kw_only=True, array_like=True):
 class TaskAssignment(Value, frozen=True, kw_only=True):
     """The share of one task in a plan. `waf`: weighted achieved FLOP/s, F(t, workers).
 
-    `replicas`: per replica, the node of each of its tp * pp shards. On the wire it is empty, and `nodes` and
-    `replica_workers` say the same: runs over all shards of all replicas, and tp * pp (events/vocabulary/placements.py).
-    `tp`, `pp`, `vpp`, `ep`, `micro_batch`: the layout that the plan has chosen, of a task that has a choice; `tp` 0:
-    the task's own.
+    `replicas`: per replica, the node of each of its shards. On the wire it is empty, and `nodes` and
+    `replica_workers` say the same: runs over all shards of all replicas, and how many there are in one
+    (events/vocabulary/placements.py).
+    `tp`, `pp`, `vpp`, `ep`, `micro_batch`, `cp`, `etp`: the layout that the plan has chosen, of a task that has a
+    choice; `tp` 0: the task's own.
     """
 
     task: Name
@@ -57,11 +58,13 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
     vpp: SomeWorkers = 1
     ep: SomeWorkers = 1
     micro_batch: Small = 0
+    cp: SomeWorkers = 1
+    etp: Workers = 0
 
     @property
     def shape(self) -> Shape | None:
         """Return the layout that the plan has chosen; None: the task's own."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch) if self.tp else None
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp) if self.tp else None
 
 
 class PlanAdopted(Decision, frozen=True, kw_only=True):

@@ -62,8 +62,8 @@ class SnapshotStored(Observation, frozen=True, kw_only=True):
     """The node's memory holds shard `shard` of the task's state after `iteration`. It is reported now and then.
 
     `origin`: the node whose worker captured it; another one's is a copy. `duration_us`: for how long training stood
-    still for it; of a copy, how long it took to come. `shards`: how many make up the state in this layout, its tp * pp;
-    0: not known.
+    still for it; of a copy, how long it took to come. `shards`: how many make up the state in this layout; 0: not
+    known.
     """
 
     node: Name

@@ -19,6 +19,7 @@ from unicrond.events.vocabulary.field_types import (
     SomeWorkers,
     Text,
     Weight,
+    Workers,
 )
 from unicrond.events.vocabulary.phrases import count
 from unicrond.events.vocabulary.shape import Shape
@@ -135,11 +136,13 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
     vpp: SomeWorkers = 1
     ep: SomeWorkers = 1
     micro_batch: Small = 0
+    cp: SomeWorkers = 1
+    etp: Workers = 0
 
     @property
     def shape(self) -> Shape:
         """Return the layout."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp)
 
     def wish(self) -> str:
         """Say what the person asks for."""
@@ -150,11 +153,11 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
 
 
 class TaskReshaped(Decision, frozen=True, kw_only=True):
-    """The task has another layout from now on: its replicas have tp * pp workers.
+    """The task has another layout from now on, and its replicas as many workers as that says (`Shape`).
 
     The workers of the old layout have handed the state over and are gone. The first of the new ones reassemble it.
-    `vpp`, `ep`, `micro_batch`, `iterations`, `lr`: as it was asked. `plan`: the epoch of the plan that has chosen it;
-    0: a person has.
+    `vpp`, `ep`, `micro_batch`, `cp`, `etp`, `iterations`, `lr`: as it was asked. `plan`: the epoch of the plan that has
+    chosen it; 0: a person has.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -171,11 +174,13 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
     vpp: SomeWorkers = 1
     ep: SomeWorkers = 1
     micro_batch: Small = 0
+    cp: SomeWorkers = 1
+    etp: Workers = 0
 
     @property
     def shape(self) -> Shape:
         """Return the layout."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp)
 
     def sentence(self) -> str:
         """Say it in one sentence."""

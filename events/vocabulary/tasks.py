@@ -28,7 +28,7 @@ from unicrond.events.vocabulary.field_types import (
     Weight,
     Workers,
 )
-from unicrond.events.vocabulary.shape import Shape
+from unicrond.events.vocabulary.shape import Shape, replica_size
 
 
 class ModelSpec(Value, frozen=True, kw_only=True):
@@ -91,9 +91,8 @@ DETERMINISM = ("check", "require", "off")
 
 
 class LayoutSpec(Value, frozen=True, kw_only=True):
-    """A layout that a task may have: `tp` * `pp` workers in a replica, `vpp` chunks of the model in each stage, experts
-    over `ep` workers. `throughput`: T(x) in it, as in TaskSpec. `micro_batch`: samples of a micro-batch in it; 0 in all
-    layouts of a task: as many as that has.
+    """A layout that a task may have (`Shape`). `throughput`: T(x) in it, as in TaskSpec. `micro_batch`: samples of a
+    micro-batch in it; 0 in all layouts of a task: as many as that has.
     """
 
     tp: SomeWorkers = always(1)
@@ -102,11 +101,13 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
     micro_batch: Small = 0
     vpp: SomeWorkers = 1
     ep: SomeWorkers = 1
+    cp: SomeWorkers = 1
+    etp: Workers = 0
 
     @property
     def shape(self) -> Shape:
         """Return the layout."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp)
 
 
 class GpuSpec(Value, frozen=True, kw_only=True):
@@ -143,17 +144,18 @@ class TaskStart(Value, frozen=True, kw_only=True):
 class TaskSpec(Value, frozen=True, kw_only=True):
     """One training job as its file describes it (YAML, see docs/use/task-files.md).
 
-    `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and `micro_batch` are
+    `min_workers` and `max_workers` are workers (ranks), in whole replicas. `global_batch` and `micro_batch` are
     samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how long a worker may
     take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment variables whose
     values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the nodes whose
     processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules that a process
     of the task's own imports once on each node, and the workers start with. `layouts`: those that the plan may give it,
     in the order that decides ties; empty: its own stays until a person asks for another. With some `min_workers` and
-    `max_workers` need not be multiples of tp * pp. `gpus`: T on types of GPU for which it is not `throughput`.
+    `max_workers` need not be whole replicas. `gpus`: T on types of GPU for which it is not `throughput`.
     `priority`: whose `min_workers` are met first, where not all can be; the higher goes first. `preemptible`: it runs
-    on what the tasks that are not leave over. `vpp`: chunks of the model in each pipeline stage. `ep`: over how many of
-    a tensor-parallel group's workers the experts are. Of both 0: as the program has it. `start`: how it begins;
+    on what the tasks that are not leave over. `vpp`: chunks of the model in each pipeline stage. `ep`: over how many
+    workers the experts are. Of both 0: as the program has it. `cp`: over how many workers a sequence is. `etp`: in how
+    many parts each expert is cut; 0: as many as make tp with ep, or 1. `start`: how it begins;
     None: no run of its name is told from another. `on_divergence`: what follows where its program
     trains something else on each replica, or each time (DivergenceObserved).
     """
@@ -192,11 +194,13 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     preemptible: bool = False
     start: TaskStart | None = None
     on_divergence: Literal["stop", "report"] = "stop"
+    cp: SomeWorkers = 1
+    etp: Workers = 0
 
     @property
     def cut(self) -> Shape:
         """Return the layout, as far as a state depends on it."""
-        return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1)
+        return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1, cp=self.cp, etp=self.etp)
 
     @property
     def shape(self) -> Shape:
@@ -206,18 +210,28 @@ class TaskSpec(Value, frozen=True, kw_only=True):
 
     @property
     def replica_workers(self) -> int:
-        """Return workers in one data-parallel replica: tp * pp."""
-        return self.tp * self.pp
+        """Return workers in one replica."""
+        return replica_size(self.tp, self.pp, self.cp, self.ep, self.etp)
+
+    @property
+    def replica_batch(self) -> int:
+        """Return samples of what a replica is assigned at a time, and computes as one: a micro-batch, or one for each
+        data-parallel rank inside it."""
+        return self.micro_batch * self.cut.data
 
     @property
     def micro_batches(self) -> int:
         """Return micro-batches of one iteration over all replicas."""
-        return self.global_batch // self.micro_batch
+        return self.global_batch // self.replica_batch
+
+    def micro_batches_in(self, shape: Shape) -> int:
+        """Return the same in another layout."""
+        return self.global_batch // ((shape.micro_batch or self.micro_batch) * shape.data)
 
     @property
     def fewest_micro_batches(self) -> int:
         """Return the same in the layout of the task that has the largest."""
-        return self.global_batch // max([self.micro_batch, *(layout.micro_batch for layout in self.layouts)])
+        return min([self.micro_batches, *(self.micro_batches_in(layout.shape) for layout in self.layouts)])
 
     @property
     def lanes(self) -> int:
@@ -229,6 +243,6 @@ class TaskSpec(Value, frozen=True, kw_only=True):
         if self.accumulation != "exact":
             return 0
         choice = self.env.get(LANES, "")
-        sizes = [self.replica_workers, *(layout.tp * layout.pp for layout in self.layouts)]
+        sizes = [self.replica_workers, *(layout.shape.workers for layout in self.layouts)]
         replicas = self.max_workers // min(sizes)
         return max(1, min(int(choice) if choice.isdecimal() else replicas, self.fewest_micro_batches))

@@ -98,7 +98,7 @@ def task(
     args = [script, *model.split(), *(flags.split() if isinstance(flags, str) else flags)]
     data = {"name": "t", "entry": "megatron-lm", "cwd": str(checkout()), "args": args, "numerics": numerics}
     told = flags_understood(CommandLine.parse(args))
-    size = told.tp * told.pp
+    size = told.shape.workers
     spec, faults = parse_task({**data, "min_workers": size, "max_workers": size * replicas})
     if spec is None:
         raise BadFlags(" ".join(map(str, faults)))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,14 @@ def stock(
     *,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
+    data: int = 1,
     script: str = "pretrain_gpt.py",
     timeout_s: float = LONGEST_S,
 ) -> list[Parameters]:
-    """Megatron-LM alone, started by torchrun; the first replica's last parameters, by shard. What it logs is in
-    `directory`/log meanwhile, its errors in `directory`/errors. Raises RunFailed, subprocess.TimeoutExpired."""
+    """Megatron-LM alone, started by torchrun; the first replica's last parameters, by shard. `data`: its data-parallel
+    ranks. What it logs is in `directory`/log meanwhile, its errors in `directory`/errors. Raises RunFailed,
+    subprocess.TimeoutExpired."""
     dump = _made(directory) / "stock"
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone",
@@ -197,7 +201,8 @@ def stock(
     if ran.returncode:
         raise RunFailed((directory / "log").read_text() + (directory / "errors").read_text())
     # A replica's ranks are numbered tp first.
-    return [torch.load(f"{dump}.{t}.{p}") for p in range(pp) for t in range(tp)]
+    places = product(range(pp), range(data), range(cp), range(tp))
+    return [torch.load(f"{dump}.{t}.{c}.{d}.{p}") for p, d, c, t in places]
 
 
 def logged(log: str) -> list[float]:

@@ -1,5 +1,5 @@
 """Megatron-LM alone, on the CPU: `torchrun tests/megatron_lm/stock.py DUMP CHECKOUT/pretrain_gpt.py FLAGS`. The last
-parameters of each rank of the first replica are left in DUMP.<tp rank>.<pp rank>."""
+parameters of each rank are left in DUMP.<tp rank>.<cp rank>.<data-parallel rank>.<pp rank>."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def main() -> None:
             return real(forward_step, model, *rest, **options)
         finally:  # --exit-interval ends the program there
             mpu = training.mpu
-            if mpu.get_data_parallel_rank() == 0:
-                place = f"{dump}.{mpu.get_tensor_model_parallel_rank()}.{mpu.get_pipeline_model_parallel_rank()}"
-                torch.save(
-                    {
-                        f"{number}.{name}": parameter.detach()
-                        for number, chunk in enumerate(model)
-                        for name, parameter in chunk.named_parameters()
-                    },
-                    place,
-                )
+            ranks = ("tensor_model_parallel", "context_parallel", "data_parallel", "pipeline_model_parallel")
+            place = ".".join([dump, *(str(getattr(mpu, f"get_{name}_rank")()) for name in ranks)])
+            torch.save(
+                {
+                    f"{number}.{name}": parameter.detach()
+                    for number, chunk in enumerate(model)
+                    for name, parameter in chunk.named_parameters()
+                },
+                place,
+            )
 
     training.train = train
     os.chdir(script.parent)

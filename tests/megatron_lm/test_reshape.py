@@ -95,7 +95,8 @@ def goes_on(
     with Rig(server, tmp_path, spec) as rig:
         old = names(spec, range(1))
         hand_over(rig, old, memory=True)
-        other = msgspec.structs.replace(spec, tp=shape.tp, pp=shape.pp, vpp=shape.vpp, ep=shape.ep)
+        degrees = {name: size for name, size in shape._asdict().items() if name != "micro_batch"}
+        other = msgspec.structs.replace(spec, **degrees)
         go_on(rig, other, [f"t.{len(old) + 1 + number}" for number in range(shape.workers)])
         (taken,) = rig.of(StateLoaded, f"t.{len(old) + 1}")
         assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("peer", BOUNDARY)

@@ -49,6 +49,12 @@ def test_placement_splits_stages_and_keeps_tensor_groups() -> None:
     assert Counter(replica) == {"n1": 2, "n2": 2, "n3": 2}
 
 
+def test_placement_keeps_neighbours_that_share_a_sequence_together() -> None:
+    placed = place({"a": 1}, {"a": Shape(tp=2, pp=2, cp=2)}, {"n1": 4, "n2": 5}, {})
+    assert placed.replicas["a"] == (("n2",) * 4 + ("n1",) * 4,) or placed.replicas["a"] == (("n1",) * 4 + ("n2",) * 4,)
+    assert place({"a": 1}, {"a": Shape(tp=2, pp=2, cp=2)}, {"n1": 3, "n2": 5}, {}).short == {"a": 1}
+
+
 def test_placement_moves_small_replicas_for_large_group() -> None:
     current = {"small": (("n1",), ("n2",))}
     shapes = {"small": Shape(), "big": Shape(tp=2)}

@@ -73,7 +73,7 @@ class Watched(list[Any]):
 def test_evaluation_reads_nothing_of_the_other_split() -> None:
     """Which of them Megatron reads, nobody says before it does."""
     splits = {"valid": Watched(), "test": Watched()}
-    context: Any = SimpleNamespace(launch=SimpleNamespace(task="t"))
+    context: Any = SimpleNamespace(launch=SimpleNamespace(task="t"), sharers=1)
     evaluations = Evaluations(context)
     loaders = {
         split: evaluations.add_loader(

@@ -19,6 +19,7 @@ def parsed(**flags: object) -> SimpleNamespace:
         "pipeline_model_parallel_size": 2,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": None,
+        "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "expert_tensor_parallel_size": None,
         "micro_batch_size": 2,

@@ -71,6 +71,19 @@ def test_memory_finds_state_by_layout(memory: Memory) -> None:
         assert found is not None
 
 
+def test_memory_keeps_head_of_older_agents_where_layout_allows(memory: Memory) -> None:
+    """Older agents read heads without cp and etp: those of other layouts have a form of their own."""
+    for iteration, shape in ((1, Shape(2, cp=2)), (2, Shape(2, ep=2)), (3, Shape(1, ep=4, etp=2))):
+        draft = memory.draft(4)
+        assert draft is not None
+        draft.view[:] = b"abcd"
+        draft.seal(iteration, 1, layout=shape)
+        newest = memory.heads()[0]
+        assert (newest.iteration, newest.layout) == (iteration, shape)
+    magics = {bytes(memory._mapped()[slot * 1024 : slot * 1024 + 8]) for slot in (0, 1)}
+    assert magics == {b"unicrnM3", b"unicrnM4"}
+
+
 def test_later_generation_is_newer_at_any_iteration(memory: Memory) -> None:
     put(memory, 9, b"a", generation=1)
     put(memory, 5, b"b", generation=2)

@@ -89,6 +89,6 @@ def test_init_megatron_refuses_launcher_without_script() -> None:
 
 
 def test_init_megatron_reports_bad_flag_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["pretrain_gpt.py", *MODEL.split(), "--context-parallel-size", "2"]
+    words = ["pretrain_gpt.py", *MODEL.split(), "--hybrid-context-parallel"]
     assert main(["init-megatron", "--", *words]) == 2
-    assert "--context-parallel-size: context parallelism is not supported yet" in capsys.readouterr().err
+    assert "--hybrid-context-parallel: sequences over various numbers of workers" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_megatron_takes_last_of_repeated_flags() -> None:
         (FLAGS.replace("--micro-batch-size 2", ""), "--micro-batch-size: is not given"),
         (FLAGS.replace("--num-layers 4", "--num-layers four"), "--num-layers: 'four' is not a whole number above 0"),
         (FLAGS + " --rampup-batch-size 2 2 100", "--rampup-batch-size: iterations of different sizes"),
-        (FLAGS + " --context-parallel-size 2", "--context-parallel-size: context parallelism is not supported yet"),
+        (FLAGS + " --hybrid-context-parallel", "--hybrid-context-parallel: sequences over various numbers of workers"),
         (FLAGS + " --use-megatron-fsdp", "--use-megatron-fsdp: FSDP shards what a replica must hold whole"),
         (FLAGS + " --expert-model-parallel-size 2", "--expert-model-parallel-size: 2, times --expert-tensor"),
         (
@@ -196,6 +196,39 @@ def test_experts_follow_tensor_parallel_groups() -> None:
     assert shapes_of(flags, layouts="[{tp: 4, ep: [1, 2, 4]}]") == [own, Shape(4, 1, ep=2), Shape(4, 1, ep=4)]
 
 
+def test_context_parallel_workers_are_part_of_replica() -> None:
+    """A sequence of 256 over 2 workers of each tensor-parallel group: 8 workers in a replica, 4 pieces of 64 tokens."""
+    flags = FLAGS + " --context-parallel-size 2"
+    spec = loads(task(flags, min_workers=8, max_workers=16))
+    assert (spec.cp, spec.shape, spec.replica_workers, spec.lanes) == (2, Shape(2, 2, cp=2), 8, 2)
+    assert spec.layouts == (), "nobody has tried another layout"
+    listed = loads(task(FLAGS, min_workers=4, max_workers=16, layouts="[{tp: 2, pp: [1, 2], cp: [1, 2]}]")).layouts
+    assert [layout.shape for layout in listed] == [Shape(2, 2), Shape(2), Shape(2, cp=2), Shape(2, 2, cp=2)]
+    with pytest.raises(TaskFileError, match=r"min_workers: 4 is not a multiple of tp \* pp \* cp = 2 \* 2 \* 2; use 8"):
+        loads(task(flags, min_workers=4, max_workers=16))
+
+
+def test_experts_cut_otherwise_than_tp_over_ep_stand_in_task() -> None:
+    flags = SMALL + EXPERTS + " --expert-tensor-parallel-size"
+    assert loads(task(f"{flags} 1", min_workers=4, max_workers=4)).shape == Shape(2, 2, etp=1)
+    assert loads(task(f"{flags} 2", min_workers=4, max_workers=4)).shape == Shape(2, 2)
+
+
+def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text("")
+    for wrong, reason in (
+        ("cp: 2", "cp: is 2, but context parallelism is not for a loop of your own yet; use 1, or entry: megatron-lm"),
+        (
+            "ep: 2",
+            "ep: 2 does not divide tp (1): experts over more workers than that are not for a loop of your own yet",
+        ),
+    ):
+        with pytest.raises(TaskFileError) as caught:
+            loads(f"name: a\nentry: {script}\n{wrong}\nmin_workers: 2\nmax_workers: 4")
+        assert reason in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("flags", "layouts", "reason"),
     [
@@ -210,6 +243,11 @@ def test_experts_follow_tensor_parallel_groups() -> None:
             FLAGS + " --num-experts 4",
             "[{pp: 2, vpp: 2}]",
             "layouts[0]: --num-experts: not with virtual",
+        ),
+        (
+            FLAGS,
+            "[{tp: 2, cp: 3}]",
+            "layouts[0]: --seq-length: 256 does not divide in 6 pieces for cp (3); use another",
         ),
         (FLAGS, "[{ep: 2}]", "layouts[0]: --num-experts: is not given; use ep 1"),
         (SMALL + EXPERTS, "[{tp: 2, ep: 3}]", "layouts[0]: ep: 3 does not divide tp (2), whose workers share"),

@@ -383,7 +383,7 @@ def test_layouts_parse_to_shapes(text: str, layouts: list[tuple[int, int, int]])
     [
         ("layouts: many", "layouts: give auto, fixed, or a list like"),
         ("layouts: []", "layouts: give auto, fixed, or a list like"),
-        ("layouts: [{tq: 2}]", "layouts[0]: unknown field tq; give tp, pp, vpp, ep, micro_batch and throughput"),
+        ("layouts: [{tq: 2}]", "layouts[0]: unknown field tq; give tp, pp, vpp, ep, cp, etp, micro_batch and"),
         ("layouts: [{tp: 0}]", "layouts[0].tp: 0 is not a size"),
         ("max_workers: 2\nlayouts: [{tp: 1..200, pp: 1..200}]", "layouts[0]: comes to 40000 layouts; give narrower"),
         (

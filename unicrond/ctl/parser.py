@@ -61,7 +61,8 @@ _SOLVE_EPILOG = """The file holds {"n": workers after the event, "D_run": number
 (what moving a healthy task costs on top), "nodes": [slots, ...] (each tensor-parallel group then finds room on one),
 and per task "name", "unit" (workers come in multiples of it), "tp" (so many of a unit need one node), "turn",
 "priority" and "preemptible" (whose floor is met first), "D_trans", "D_move", "D_reshape", "D_restart", and "layouts"
-that it may get: [{"tp", "pp", "vpp", "ep", "micro_batch", "cap", "T": as above}]. The answer then has "layouts" too.
+that it may get: [{"tp", "pp", "vpp", "ep", "cp", "etp", "micro_batch", "cap", "T": as above}]. The answer then has
+"layouts" too.
 
 example:
   $ cat problem.json

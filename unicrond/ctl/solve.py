@@ -26,6 +26,7 @@ _COUNT = re.compile(r"0|[1-9][0-9]{0,14}")
 
 _Table: TypeAlias = list[_Number] | dict[str, _Number]
 _Size: TypeAlias = Annotated[int, Meta(ge=1, lt=10**6)]
+_SizeOrUsual: TypeAlias = Annotated[int, Meta(ge=0, lt=10**6)]
 
 
 class _Layout(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,7 +35,9 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
     pp: _Size = 1
     vpp: _Size = 1
     ep: _Size = 1
-    micro_batch: Annotated[int, Meta(ge=0, lt=10**6)] = 0
+    micro_batch: _SizeOrUsual = 0
+    cp: _Size = 1
+    etp: _SizeOrUsual = 0
     cap: _Workers | None = None
 
 
@@ -89,7 +92,7 @@ def _task(where: str, task: _TaskRequest) -> TaskProblem:
         _not_negative(f"{where}.{field}", getattr(task, field) or 0)
     alternatives = [
         Alternative(
-            Shape(layout.tp, layout.pp, layout.vpp, layout.ep, layout.micro_batch),
+            Shape(layout.tp, layout.pp, layout.vpp, layout.ep, layout.micro_batch, layout.cp, layout.etp).plain,
             _curve(f"{where}.layouts[{n}]", layout.T),
             layout.cap,
         )

@@ -2,9 +2,9 @@
 
 Rules
 -----
-* `fixed`: its own alone. A list: these, its own among them; `tp`, `pp`, `vpp`, `ep` and `micro_batch` of an entry are
-  a number, a list of numbers or a range like `1..8`, of which only those count that divide the model. An entry without
-  vpp or ep has the nearest to the task's. `auto`: all layouts in which the program can be restarted.
+* `fixed`: its own alone. A list: these, its own among them; the sizes of an entry (`tp`, `pp`, `micro_batch` and so on)
+  are a number, a list of numbers or a range like `1..8`, of which only those count that divide the model. An entry
+  without vpp, ep, etp or cp has the nearest to the task's. `auto`: all layouts in which the program can be restarted.
 * `auto` is the default for the built-in GPT and for Megatron-LM, where its flags are known to allow a restart in
   another layout (`events/megatron/layouts.py`); for other programs it is `fixed`.
 * Without a model of its memory `auto` takes no layout in which a worker holds more of the model than in its own, unless
@@ -29,7 +29,16 @@ import msgspec
 from msgspec.structs import replace
 
 from unicrond.core.state.field_faults import FieldFault, Place
-from unicrond.core.tasks.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, cut_problem, divides, flag_rules, nearest
+from unicrond.core.tasks.task_rules import (
+    BUILT_IN,
+    ENTRIES,
+    LAYOUTS_MAX,
+    cut_problem,
+    divides,
+    flag_rules,
+    nearest,
+    with_degrees,
+)
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.core.worth.waf import in_layout
 from unicrond.events.megatron import command_line as megatron_lm
@@ -53,23 +62,24 @@ _TP_TRIED = (1, 2, 4, 8, 16)
 
 
 class LayoutEntry(NamedTuple):
-    """An entry of a list. `vpps`, `eps` empty: the nearest to the task's. `micro_batches` empty: the task's."""
+    """An entry of a list: its sizes, by the names of a layout's. Of tp and pp that it does not give: 1; of
+    `micro_batch`: the task's; of others: the nearest to the task's."""
 
-    tps: list[int]
-    pps: list[int]
-    vpps: list[int]
-    eps: list[int]
-    micro_batches: list[int]
+    sizes: dict[str, list[int]]
     table: dict[str, int]
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Return the sizes of micro-batches, none where it gives none."""
+        return self.sizes.get("micro_batch", [])
 
     def shapes(self, spec: TaskSpec) -> list[Shape]:
         """Return the shapes of all combinations of the degrees."""
-        nears = (nearest(spec, tp, pp) for tp, pp in product(self.tps, self.pps))
+        nears = (nearest(spec, tp, pp) for tp, pp in product(self.sizes.get("tp", [1]), self.sizes.get("pp", [1])))
         return [
-            Shape(near.tp, near.pp, vpp, ep, micro_batch)
+            with_degrees(near, dict(zip(self.sizes, sizes, strict=True)))
             for near in nears
-            for vpp, ep in product(self.vpps or [near.vpp], self.eps or [near.ep])
-            for micro_batch in self.micro_batches or [0]
+            for sizes in product(*(self.sizes[name] if name not in ("tp", "pp") else [0] for name in self.sizes))
         ]
 
 
@@ -108,9 +118,9 @@ def _untried_reason(data: dict[str, Any]) -> str:
 def _entry(entry: Any, place: Place, faults: list[FieldFault]) -> LayoutEntry:
     if not isinstance(entry, dict) or (strange := set(entry) - {*Shape._fields, "throughput"}):
         unknown = f"unknown field {min(map(str, strange))}; " if isinstance(entry, dict) else ""
-        text = "give tp, pp, vpp, ep, micro_batch and throughput, like {tp: 2, pp: 1}"
+        text = "give tp, pp, vpp, ep, cp, etp, micro_batch and throughput, like {tp: 2, pp: 1}"
         faults.append(FieldFault(place, unknown + text))
-        return LayoutEntry([1], [1], [], [], [], {})
+        return LayoutEntry({}, {})
     sizes = {name: _numbers(entry[name], (*place, name), faults) for name in Shape._fields if name in entry}
     try:
         table = msgspec.convert(entry.get("throughput", {}), dict[str, int], str_keys=True)
@@ -121,8 +131,7 @@ def _entry(entry: Any, place: Place, faults: list[FieldFault]) -> LayoutEntry:
         faults.append(FieldFault(place, f"comes to {many} layouts; give narrower ranges"))
     if table and many > 1:
         faults.append(FieldFault((*place, "throughput"), "is of one layout; give its sizes as one number each"))
-    tps, pps, vpps, eps, micro_batches = (sizes.get(name, []) for name in Shape._fields)
-    return LayoutEntry(tps or [1], pps or [1], vpps, eps, micro_batches, table)
+    return LayoutEntry(sizes, table)
 
 
 def _numbers(sizes: Any, place: Place, faults: list[FieldFault]) -> list[int]:
@@ -214,8 +223,8 @@ def fill_gpu_layouts(spec: TaskSpec, data: Mapping[str, Any]) -> TaskSpec:
 
 
 def _with_degrees(spec: TaskSpec, entry: Mapping[str, Any], layout: LayoutSpec) -> LayoutSpec:
-    near = nearest(spec, layout.tp, layout.pp)
-    return replace(layout, vpp=entry.get("vpp", near.vpp), ep=entry.get("ep", near.ep))
+    sizes = {name: entry[name] for name in Shape._fields if name in entry}
+    return replace(layout, **with_degrees(nearest(spec, layout.tp, layout.pp), sizes)._asdict())
 
 
 def with_bounds(spec: TaskSpec) -> TaskSpec:
@@ -223,7 +232,7 @@ def with_bounds(spec: TaskSpec) -> TaskSpec:
     in whole replicas: at least as many workers as its smallest replica, or as its tables begin with."""
     layouts = spec.layouts or (LayoutSpec(**spec.cut._asdict(), throughput=spec.throughput),)
     tabled = [int(n) for layout in layouts for n, flops in layout.throughput.items() if flops and n.isdecimal()]
-    fewest = min(tabled, default=min(layout.tp * layout.pp for layout in layouts))
+    fewest = min(tabled, default=min(layout.shape.workers for layout in layouts))
     most, unit = spec.max_workers, spec.replica_workers
     least = max(spec.min_workers, min(fewest, most))
     if not spec.layouts:

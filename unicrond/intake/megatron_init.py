@@ -92,13 +92,13 @@ def task_file(command: LaunchCommand, *, name: str = "", base: Path) -> str:
         directory, script = (directory / script).parent, PurePosixPath(script.name)
     words = [str(script), *command.words[1:]]
     flags = read_training_flags(CommandLine.parse(words))
-    size = flags.tp * flags.pp
-    most = min(command.workers // size or 1, flags.global_batch // flags.micro_batch) * size
+    size, replica = flags.shape.workers, " x ".join(f"{name} {degree}" for name, degree in flags.shape.factors.items())
+    most = min(command.workers // size or 1, flags.global_batch // (flags.micro_batch * flags.shape.data)) * size
     lines = [
         f"name: {name or script.stem.replace('_', '-')}",
         f"entry: {ENTRY}",
         f"cwd: {json.dumps(str(directory))}",
-        f"min_workers: {size}    # one replica: tp {flags.tp} x pp {flags.pp}",
+        f"min_workers: {size}    # one replica: {replica}",
         f"max_workers: {most}    # as many as it may ever use",
     ]
     if command.env:

@@ -13,8 +13,9 @@ from typing import Any
 from unicrond.core.state.field_faults import FieldFault
 from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine, TrainingFlags, read_training_flags
 
-_FIELDS = ("tp", "pp", "vpp", "ep", "global_batch", "micro_batch", "iterations", "seed")
-_OFTEN_ONE = ("vpp", "ep")
+_FIELDS = ("tp", "pp", "vpp", "ep", "cp", "etp", "global_batch", "micro_batch", "iterations", "seed")
+#: Left out where they are as usual.
+_OFTEN_USUAL = {"vpp": 1, "ep": 1, "cp": 1, "etp": 0}
 _SIZES = ("layers", "hidden", "heads", "seq", "vocab", "dropout")
 
 
@@ -37,7 +38,7 @@ def take(data: dict[str, Any]) -> list[FieldFault]:
             place = () if part is data else ("model",)
             for name in names:
                 value = getattr(flags, name)
-                if name in _OFTEN_ONE and value == 1 and name not in part:
+                if _OFTEN_USUAL.get(name) == value and name not in part:
                     continue  # a log of an older schema can hold the task as well
                 if part.setdefault(name, value) != value:
                     text = f"{part[name]!r}, but the flags in args say {value}; leave it out here"
@@ -51,14 +52,15 @@ def take(data: dict[str, Any]) -> list[FieldFault]:
 def lines(args: tuple[str, ...]) -> list[str]:
     """Describe for people how a valid command line was understood."""
     flags: TrainingFlags = read_training_flags(CommandLine.parse(args))
-    per_replica = flags.tp * flags.pp
+    per_replica = flags.shape.workers
+    product = " x ".join(f"{name} {size}" for name, size in flags.shape.factors.items())
     return [
         f"script {args[0]}, {flags.iterations} iterations, seed {flags.seed}",
-        f"a replica is tp {flags.tp} x pp {flags.pp} = {per_replica} worker{'s' if per_replica > 1 else ''}",
+        f"a replica is {product} = {per_replica} worker{'s' if per_replica > 1 else ''}",
         *([f"each stage has {flags.vpp} chunks of the model (vpp)"] if flags.vpp > 1 else []),
         *([f"experts are over {flags.ep} workers of a replica (ep)"] if flags.ep > 1 else []),
         f"global batch {flags.global_batch} in micro-batches of {flags.micro_batch}: "
-        f"{flags.global_batch // flags.micro_batch} to deal, so at most as many replicas",
+        f"{flags.global_batch // (flags.micro_batch * flags.shape.data)} to deal, so at most as many replicas",
         f"model: {flags.layers} layers, hidden {flags.hidden}, {flags.heads} heads, sequence {flags.seq}, vocabulary"
         f" {flags.vocab}",
         *flags.notes,

@@ -124,7 +124,7 @@ def _choose_layouts(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, 
     workers, as many as in its own: no layout has more replicas than lanes.
     """
     own_shape = shapes[0]
-    fewest = spec.global_batch // max([spec.micro_batch, *(shape.micro_batch for shape in shapes)])
+    fewest = min([spec.micro_batches, *map(spec.micro_batches_in, shapes)])
     narrow = _in_lanes(spec, 1) if is_free else _in_lanes(spec, min(spec.lanes, fewest))
     tables = _tables(narrow, preset, shapes)
     if not is_free and not tables[own_shape]:
@@ -151,7 +151,8 @@ def _choose_layouts(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, 
         own_shape = max(best, key=lambda shape: most_of[shape])
         best = list(dict.fromkeys([own_shape, *best]))
     tables = {shape: tables[shape] or _zero_table(shape) for shape in best}
-    layout = {"tp": own_shape.tp, "pp": own_shape.pp, "micro_batch": own_shape.micro_batch or spec.micro_batch}
+    layout = {**own_shape._asdict(), "micro_batch": own_shape.micro_batch or spec.micro_batch}
+    del layout["vpp"], layout["ep"]
     inner = {
         name: size for name, size in (("vpp", own_shape.vpp), ("ep", own_shape.ep)) if size > 1 or getattr(spec, name)
     }
@@ -204,20 +205,23 @@ def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Sha
         if len(shapes) > 1 and (shape.tp not in tps or shape.pp not in pps):
             tables[shape] = {}  # of several layouts only those count that divide the preset's model
             continue
+        # Coarse: each of the workers that share a sequence, or an assigned micro-batch's samples, computes its share as
+        # one replica would, and what they exchange is not counted.
+        sharers = shape.cp * shape.data
         question = job(
             model,
             gpu,
             stack=stack,
-            batch=spec.global_batch,
-            seq=spec.model.seq,
+            batch=spec.global_batch // shape.data,
+            seq=spec.model.seq // shape.cp,
             tp=shape.tp,
             pp=shape.pp,
             micro_batch=shape.micro_batch or spec.micro_batch,
             # A program of the user's own may interleave its stages in its own way; for the others the number is known.
             chunks=None if spec.entry not in ENTRIES and shape.vpp == 1 else shape.vpp,
         )
-        points = table(question, spec.max_workers, needed_bytes=needed_bytes)
-        tables[shape] = {str(workers): flops for workers, flops in points.items()}
+        points = table(question, spec.max_workers // sharers, needed_bytes=needed_bytes)
+        tables[shape] = {str(workers * sharers): flops * sharers for workers, flops in points.items()}
     return tables
 
 

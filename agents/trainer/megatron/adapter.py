@@ -237,7 +237,10 @@ class Adapter:
         for chunk in model:  # its own reduction has nothing to do, and would wait for one that began in the backward
             chunk.ddp_config.overlap_grad_reduce = False
         args.overlap_grad_reduce = args.exit_signal_handler = False
-        self._runs = ScheduleRuns(hook, config, trackers, self._data, self._training.mpu, len(model))
+        is_sharded = self._sharded is not None
+        self._runs = ScheduleRuns(
+            hook, config, trackers, self._data, self._training.mpu, len(model), is_sharded=is_sharded
+        )
         loaded_flop = args.num_floating_point_operations_so_far
         flop = self._training.num_floating_point_operations(args, args.global_batch_size)
         self._steps = hook.steps()

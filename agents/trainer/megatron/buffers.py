@@ -10,7 +10,9 @@ Rules
 * Beside the gradients a store has what else belongs to the micro-batches in its sum: the numbers that are logged
   (*slots*, and what Megatron has *tracked*), and the tokens that each expert got (*counters*: the routers count in the
   present store). They are summed over the replicas as gradients are, and never divided.
-* DDP's own reduction has nothing to do: a replica is alone in its world.
+* DDP's own reduction, behind the sum over the replicas, is the sum inside of one: over those that share a sequence,
+  or samples, and with experts over those that have the same. It is a plain sum, whatever DDP would scale by: what the
+  gradients are divided by counts all of these.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class BufferAccumulation(Accumulation):
             flat = self._first.flat[end : end + buffer.numel]
             end += buffer.numel
             for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = 1.0
                 bucket.grad_data = flat[bucket.offset : bucket.offset + bucket.grad_data.numel()]
             buffer.grad_data = flat
         for index, parameter in enumerate(self._parameters):

@@ -8,6 +8,8 @@ Rules
   Megatron's own, and on any number of ranks it reads what is written here.
 * Its buffers are laid out as for its own DistributedOptimizer, since one of its formats is that layout. Nothing else of
   it is used: gradients are not scattered, parameters lie in the optimizer's spaces (`sharded/optimizer.py`).
+* Where workers of a replica share sequences each has the whole state, as of one rank; to Megatron, which writes one of
+  them, the others' are replicas of it.
 * Its tensors are whole rows: those that the lifecycle has put together (`assembled`), or those that all others are
   given their parts of (`brought`).
 """
@@ -15,12 +17,15 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer import OptimizerConfig
 
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
@@ -48,10 +53,13 @@ class CheckpointedOptimizer(ShardedOptimizer):
     ) -> None:
         super().__init__(config, chunks, overrides)
         self.saves = saves
-        self._buffers = {number: chunk.buffers for number, chunk in enumerate(chunks)}
+        self._groups = _groups_of_one_rank()
+        self._buffers = {
+            number: [self._of_one(buffer) for buffer in chunk.buffers] for number, chunk in enumerate(chunks)
+        }
         self._ddp_config = chunks[0].ddp_config
         self._read: Any = None
-        for buffer in chain(*self._buffers.values()):
+        for buffer in chain(*self._buffers.values(), *(chunk.buffers for chunk in chunks)):
             for holder in (buffer, *buffer.buckets):
                 holder.param_data = None
 
@@ -64,7 +72,13 @@ class CheckpointedOptimizer(ShardedOptimizer):
         assert rows is not None
         whole = self._of_one_rank(rows)
         self._read = whole if is_loading else None
-        return whole.sharded_state_dict(model_sharded_state_dict, is_loading, **options)
+        tree = whole.sharded_state_dict(model_sharded_state_dict, is_loading, **options)
+        if (copy_number := parallel_state.get_data_parallel_rank(with_context_parallel=True)) > 0:
+            for entry in nested_values(tree):
+                if isinstance(entry, ShardedBase):
+                    place = entry.replica_id
+                    entry.replica_id = (*place[:-1], copy_number) if isinstance(place, tuple) else copy_number
+        return tree
 
     def _require_places(self, kind: str) -> None:
         """Refuse where Megatron mistakes places: it gathers whole buffers without the padding behind their buckets, and
@@ -125,14 +139,20 @@ class CheckpointedOptimizer(ShardedOptimizer):
 
     # --- Megatron's optimizer of one rank ---------------------------------------------------------
 
+    def _of_one(self, buffer: Any) -> Any:
+        """Return the buffer as that of a group of one rank; its buckets are the same."""
+        alone = copy(buffer)
+        alone.data_parallel_group, alone.data_parallel_world_size = self._groups[0], 1
+        return alone
+
     def _of_one_rank(self, rows: Rows) -> Any:
         """Return an optimizer that holds `rows`, aliased, but for masters of float32 parameters, which are the
         parameters."""
         whole = self._distributed(
             [ModelChunk(self._ddp_config)] * len(self._buffers),
             self._buffers,
-            data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-            data_parallel_group_gloo=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
+            data_parallel_group=self._groups[0],
+            data_parallel_group_gloo=self._groups[1],
             data_parallel_group_idx=torch.distributed.get_rank(parallel_state.get_model_parallel_group()),
         )
         for parameter, shard in _pairs(whole):
@@ -143,6 +163,15 @@ class CheckpointedOptimizer(ShardedOptimizer):
                 shard.data = views.pop(MASTER)
             whole.optimizer.state[shard] = {"step": torch.tensor(float(self.steps)), **views}
         return whole
+
+
+def _groups_of_one_rank() -> tuple[Any, Any]:
+    """Return groups of this process alone, of the world's backend and of gloo, to stand in the place of data-parallel
+    ones; all processes of the replica call this."""
+    if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
+        groups = parallel_state.get_data_parallel_group, parallel_state.get_data_parallel_group_gloo
+        return groups[0](with_context_parallel=True), groups[1](with_context_parallel=True)
+    return torch.distributed.new_subgroups(1)[0], torch.distributed.new_subgroups(1, backend="gloo")[0]
 
 
 def _pairs(whole: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -11,7 +11,8 @@ Rules
   of it has come for as long as this replica's own shares took. So a death in the middle of an evaluation changes no
   value, and no replica waits for another for ever. Two replicas that compute the same share publish the same bits.
 * The shards of a replica take the same turns: its last rank, which holds the losses and prints them, decides. Only
-  there the last call reports.
+  there the last call reports; where others share its sequences or samples, it reports their sum, and they zeros, which
+  Megatron adds to it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,11 @@ class Evaluation:
         """Compute this replica's share of the next call of so many micro-batches. Return what Megatron is to add up."""
         call, self._call = self._call, self._call + 1
         if self._results is None or call >= self.calls:
-            return forward(call, list(range(micro_batches)))
+            reports = forward(call, list(range(micro_batches)))
+            if self._replica.sharers == 1 or call >= self.calls:
+                return reports
+            reports = self._of_all_sharers(reports)  # in the order in which several replicas' are added up
+            return reports if self._decides else [_zeros(report) for report in reports]
         self._per_call = micro_batches
         begin_s = time.monotonic()
         self._compute((call, self._rank), forward)
@@ -86,7 +91,13 @@ class Evaluation:
         while (number := self._replica.highest(self._turn())[0]) > 0:
             if number <= self.calls * self._size:
                 self._compute(divmod(number - 1, self._size), forward)
-        return self._total() if self._decides else [{}]
+        totals = self._total() if self._decides else [{}]
+        if self._replica.sharers == 1:
+            return totals
+        sizes = msgspec.msgpack.encode({name: total.numel() for name, total in totals[0].items()})
+        names = msgspec.msgpack.decode(self._replica.from_last_rank(sizes), type=dict[str, int])
+        empty = {name: torch.empty(size, device=self._replica.device) for name, size in names.items()}
+        return totals if self._decides else [_zeros(empty)]
 
     @property
     def _decides(self) -> bool:
@@ -103,6 +114,8 @@ class Evaluation:
         if not micro_batches:
             return
         reports = forward(share[0], micro_batches)
+        if self._replica.sharers > 1:
+            reports = self._of_all_sharers(reports)
         if self._decides and self._results is not None:
             numbers = [
                 {name: torch.as_tensor(value).detach().view(-1).tolist() for name, value in report.items()}
@@ -110,6 +123,18 @@ class Evaluation:
             ]
             self._reports[share] = numbers
             self._results.publish(_key(share), msgspec.msgpack.encode(numbers))
+
+    def _of_all_sharers(self, reports: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Return what the sharers report together: of sums with their counts, the sums; all in the last stage call
+        this."""
+        flat = [{name: torch.as_tensor(value).view(-1) for name, value in report.items()} for report in reports]
+        pairs = [(report, name) for report in flat for name in report if report[name].numel() == 2]
+        if pairs:
+            sums = torch.stack([report[name] for report, name in pairs])
+            self._replica.sum_over_sharers(sums)
+            for (report, name), total in zip(pairs, sums, strict=True):
+                report[name] = total
+        return flat
 
     def _turn(self) -> int:
         """Return what the replica's shards do next: 0: all shares are known; n: the share of number n - 1 is computed,
@@ -167,6 +192,11 @@ class Evaluation:
                     zip(self._micro_batches_of((call, rank)), self._reports.get((call, rank), ()), strict=True)
                 )
             yield [by_number[number] for number in range(self._per_call)]
+
+
+def _zeros(report: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return a report that adds nothing to another of these names."""
+    return {name: torch.zeros_like(value) for name, value in report.items()}
 
 
 def _key(share: Share) -> str:

@@ -45,16 +45,16 @@ class ReplacedFlags:
 def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
     """Set the layout to the task's, which may have been reshaped since it was submitted; yield what was changed. The
     vocabulary stays padded as for the flags' own tp: the model is the same in every layout. Where the task says nothing
-    of vpp and ep, the flags hold; the parts of an expert, times ep, are tp in any case."""
+    of vpp and ep, the flags hold."""
     if spec.vpp and spec.vpp != (flags_vpp := _vpp_of(args)):
         args.num_layers_per_virtual_pipeline_stage = None
         args.num_virtual_stages_per_pipeline_rank = spec.vpp if spec.vpp > 1 else None
         yield f"{spec.vpp} chunks of the model in a pipeline stage, as the task says ({flags_vpp} on the command line)"
-    ep = spec.ep or args.expert_model_parallel_size
+    cut = spec.cut._replace(ep=spec.ep or args.expert_model_parallel_size)
     # Megatron cuts experts in tp parts where no flag says otherwise.
-    if (ep, spec.tp // ep) != (args.expert_model_parallel_size, args.expert_tensor_parallel_size or spec.tp):
-        args.expert_model_parallel_size, args.expert_tensor_parallel_size = ep, spec.tp // ep
-        yield f"experts over {ep} workers, each cut in {spec.tp // ep}, as the task says"
+    if (cut.ep, cut.expert_tp) != (args.expert_model_parallel_size, args.expert_tensor_parallel_size or spec.tp):
+        args.expert_model_parallel_size, args.expert_tensor_parallel_size = cut.ep, cut.expert_tp
+        yield f"experts over {cut.ep} workers, each cut in {cut.expert_tp}, as the task says"
     if args.tensor_model_parallel_size != spec.tp:
         padded_to = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         if padded_to % spec.tp:
@@ -64,6 +64,7 @@ def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
     for name, expected in (
         ("tensor_model_parallel_size", spec.tp),
         ("pipeline_model_parallel_size", spec.pp),
+        ("context_parallel_size", spec.cp),
         ("micro_batch_size", spec.micro_batch),
     ):
         if getattr(args, name) != expected:

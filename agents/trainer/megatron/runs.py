@@ -36,10 +36,18 @@ class TooManyNames(RuntimeError):
 
 class ScheduleRuns:
     """Runs an iteration's micro-batches. `config`: the model's. `trackers`: of its auxiliary losses. `data`: the
-    loaders of this process. `mpu`: Megatron's. `chunks`: of the model."""
+    loaders of this process. `mpu`: Megatron's. `chunks`: of the model. `is_sharded`: the optimizer's state is."""
 
     def __init__(
-        self, hook: Hook, config: Any, trackers: Trackers, data: Sequence[MicroBatchLoader], mpu: Any, chunks: int
+        self,
+        hook: Hook,
+        config: Any,
+        trackers: Trackers,
+        data: Sequence[MicroBatchLoader],
+        mpu: Any,
+        chunks: int,
+        *,
+        is_sharded: bool,
     ) -> None:
         assert isinstance(hook.sums, BufferAccumulation)
         self._sums = hook.sums
@@ -47,6 +55,10 @@ class ScheduleRuns:
         self._trackers = trackers
         self._data = data
         self._stages: int = mpu.get_pipeline_model_parallel_world_size()
+        self._context_parallel: int = mpu.get_context_parallel_world_size()
+        #: Beside Megatron's own: sums are whole on all ranks, also where Megatron would scatter them.
+        scatters = is_sharded and mpu.get_data_parallel_world_size(with_context_parallel=True) > 1
+        self._finalizing = {"force_all_reduce": True} if scatters else {}
         self._in_last_stage: bool = mpu.is_pipeline_last_stage(ignore_virtual=True)
         self._interleaved = chunks > 1
         #: What is logged, in the order of its slots.
@@ -68,7 +80,7 @@ class ScheduleRuns:
         if not step.agreed:
             raise RuntimeError("the iteration was left before all had agreed on its sums")
         self._trackers.put_back(self._sums.present.tracked)
-        finalize(options["model"], None)
+        finalize(options["model"], None, **self._finalizing)
         return self._report(step) if self._in_last_stage else []
 
     def evaluate(
@@ -99,7 +111,11 @@ class ScheduleRuns:
             data.request(step.iteration, padded, step.upcoming(whole), step.loading)
         scale = config.grad_scale_func
         divisor = self._sums.divided_by
-        weigh = _Weighing(lambda loss: scale(loss) / divisor, per_token=config.calculate_per_token_loss)
+        weigh = _Weighing(
+            lambda loss: scale(loss) / divisor,
+            per_token=config.calculate_per_token_loss,
+            of_means=self._context_parallel,
+        )
         forward_step = options["forward_step_func"]
         counts: Counter[int] = Counter()
 
@@ -150,10 +166,12 @@ class ScheduleRuns:
 
 
 class _Weighing:
-    """The weights of the micro-batches in one call of the schedule. `scale`: by the loss scale."""
+    """The weights of the micro-batches in one call of the schedule. `scale`: by the loss scale. `of_means`: by what
+    Megatron multiplies a loss without a count: its program has divided it by that of all who share the sequence."""
 
-    def __init__(self, scale: Callable[[torch.Tensor], torch.Tensor], *, per_token: bool) -> None:
+    def __init__(self, scale: Callable[[torch.Tensor], torch.Tensor], *, per_token: bool, of_means: int = 1) -> None:
         self._scale = scale
+        self._of_means = of_means
         self._per_token = per_token
         self._losses: list[torch.Tensor] = []
         self._tokens: list[torch.Tensor] = []
@@ -178,6 +196,8 @@ class _Weighing:
                 if self._per_token and tokens is not None:
                     self._tokens.append(torch.as_tensor(tokens).detach().double().reshape(()))
             weight = self._scale(share.reshape(1)).reshape(()) * float(counts)
+            if tokens is None:
+                weight = weight * self._of_means
             return _Weighted.apply(loss, weight), *extras
 
         return weighed

@@ -1,10 +1,14 @@
-"""The process group within one replica: the tp * pp ranks that hold one copy of the model between them.
+"""The process group within one replica: the ranks that hold one copy of the model between them, those that share a
+sequence, and those that share the samples of what the replica is assigned.
 
 Rules
 -----
 * It is torch's default process group, met once under "replica/<task>/<replica>" in the launch's store, and never
-  changes. Megatron's parallel_state lives in it and sees a data-parallel size of 1, so nothing of Megatron's ever
-  has to be bound anew. A lost rank ends the whole replica.
+  changes. Megatron's parallel_state lives in it and sees no other replicas, so nothing of Megatron's ever has to be
+  bound anew. A lost rank ends the whole replica.
+* *Sharers* are the ranks that have parts of the same loss: context-parallel ones, and Megatron's data-parallel ones
+  (experts can be spread over more workers than tp and cp come to). Each sums the gradients of its part over the
+  replicas; the replica's own sum, over Megatron's groups, comes once, behind that.
 * The shards of a replica act as one: whatever depends on messages or on a collective of one shard's group is put to
   a vote of all its shards first. With one shard a vote costs nothing.
 """
@@ -49,6 +53,7 @@ class ReplicaWorld:
         """Join the replica's other ranks and set up Megatron's parallel state. Blocks until all are there."""
         spec = launch.spec
         self.size = spec.replica_workers
+        self.sharers = spec.cut.cp * spec.cut.data
         self.shard = launch.shard
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         if interface := interface_of(launch.address):  # nothing of a task listens on the node's other networks
@@ -62,13 +67,14 @@ class ReplicaWorld:
         dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
         self._world = dist.group.WORLD
         if spec.entry != megatron_lm.ENTRY:  # which sets it up from its own flags
-            tp, pp, vpp, ep, _ = spec.cut
+            cut = spec.cut
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
-                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-                expert_model_parallel_size=ep,
-                expert_tensor_parallel_size=tp // ep if ep > 1 else None,
+                tensor_model_parallel_size=cut.tp,
+                pipeline_model_parallel_size=cut.pp,
+                virtual_pipeline_model_parallel_size=cut.vpp if cut.vpp > 1 else None,
+                context_parallel_size=cut.cp,
+                expert_model_parallel_size=cut.ep,
+                expert_tensor_parallel_size=cut.expert_tp if cut.ep > 1 or cut.etp else None,
             )
 
     def require_own_world(self) -> None:
@@ -85,12 +91,38 @@ class ReplicaWorld:
         return bool(self._vote([int(value)], dist.ReduceOp.MIN)[0])
 
     def from_last_stage(self, *values: float) -> list[float]:
-        """Return the values of the replica's last rank, which is in the last pipeline stage, where the loss is."""
+        """Return the values of the replica's last rank, which is in the last pipeline stage, where the loss is; their
+        sum, where it has sharers."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(tensor, src=self.size - 1)
-        return [float(value) for value in tensor.tolist()]
+        if self.sharers == 1:
+            dist.broadcast(tensor, src=self.size - 1)
+            return [float(value) for value in tensor.tolist()]
+        in_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        last_of_group = parallel_state.get_tensor_model_parallel_world_size() - 1
+        if not in_last_stage or parallel_state.get_tensor_model_parallel_rank() != last_of_group:
+            tensor.zero_()
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(rows, tensor)
+        return [sum(column) for column in zip(*(row.tolist() for row in rows), strict=True)]
+
+    def sum_over_sharers(self, tensor: torch.Tensor) -> None:
+        """Make the tensor the sum of the sharers'; all of them call this."""
+        if self.sharers > 1:
+            dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+    def from_last_rank(self, text: bytes) -> bytes:
+        """Return the text of the replica's last rank."""
+        if self.size == 1:
+            return text
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        dist.broadcast(length, src=self.size - 1)
+        row = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if self.shard == self.size - 1:
+            row.copy_(torch.tensor(list(text), dtype=torch.uint8))
+        dist.broadcast(row, src=self.size - 1)
+        return bytes(row.tolist())
 
     def gather(self, row: bytes) -> list[bytes]:
         """Return every shard's row; all are of the same length."""

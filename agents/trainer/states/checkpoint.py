@@ -85,11 +85,13 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     vpp: int = 1
     ep: int = 1
     folder: str = ""
+    cp: int = 1
+    etp: int = 0
 
     @property
     def layout(self) -> Shape:
         """Return the replica's layout."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep)
+        return Shape(self.tp, self.pp, self.vpp, self.ep, cp=self.cp, etp=self.etp)
 
     @property
     def size_bytes(self) -> int:
@@ -148,6 +150,8 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
         pp=job.layout.pp,
         vpp=job.layout.vpp,
         ep=job.layout.ep,
+        cp=job.layout.cp,
+        etp=job.layout.etp,
         shards=tuple(shard_record for shard_record in records if shard_record is not None),
         folder=folder,
     )
@@ -279,8 +283,10 @@ def _manifest(place: StatePlace, task: str, iteration: int) -> CheckpointManifes
         raise BadState(f"{MANIFEST}: {error}") from None
     if (manifest.format, manifest.task, manifest.iteration) != (FORMAT, task, iteration):
         raise BadState(f"its manifest is of task {manifest.task}, iteration {manifest.iteration}")
-    if len(manifest.shards) != manifest.tp * manifest.pp:
-        raise BadState(f"it has {len(manifest.shards)} shards, of tp * pp = {manifest.tp} * {manifest.pp}")
+    if min(*manifest.layout[:4], manifest.cp) < 1 or manifest.etp < 0:
+        raise BadState(f"its manifest has a layout that there is not: {manifest.layout}")
+    if len(manifest.shards) != (size := manifest.layout.workers):
+        raise BadState(f"it has {len(manifest.shards)} shards, of {size} ({manifest.layout})")
     if not FOLDER.fullmatch(manifest.folder):
         raise BadState(f"its manifest names {manifest.folder!r}, which is no folder of an attempt")
     for number, record in enumerate(manifest.shards):

@@ -214,7 +214,8 @@ def compact_plan(survey: Survey, plan: v.PlanAdopted) -> v.PlanAdopted:
     """Return the plan with runs of nodes instead of one name for each worker."""
     sizes = {task.name: task.spec.replica_workers for task in survey.active}
     runs = [
-        compact(assignment, assignment.tp * assignment.pp or sizes[assignment.task]) for assignment in plan.assignments
+        compact(assignment, sizes[assignment.task] if (shape := assignment.shape) is None else shape.workers)
+        for assignment in plan.assignments
     ]
     return replace(plan, assignments=tuple(runs))
 

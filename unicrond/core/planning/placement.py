@@ -2,7 +2,7 @@
 
 Rules
 -----
-* A replica is tp * pp workers; shard s belongs to pipeline stage s // tp. The tp workers of one stage
+* A replica is `Shape.workers` workers; shard s belongs to group s // tp. The tp workers of one group
   stand on one node.
 * A replica whose nodes are all up stays where it is, as long as the task keeps that many replicas.
 * A task that loses replicas gives up those on the nodes where it has fewest workers: it ends on fewer nodes.
@@ -214,17 +214,17 @@ class _ClusterSlots:
         if (node := self._gap(task, shape.workers, missing * shape.workers)) is not None:
             return (node,) * shape.workers
         groups: list[str] = []
-        while len(groups) < shape.pp:
-            node = self._gap(task, shape.tp, (shape.pp - len(groups)) * shape.tp)
+        while len(groups) < shape.groups:
+            node = self._gap(task, shape.tp, (shape.groups - len(groups)) * shape.tp)
             if node is None:
                 break
             groups.append(node)
             self._change(task, node, shape.tp)
         for node in groups:
             self._change(task, node, -shape.tp)
-        if len(groups) < shape.pp:
+        if len(groups) < shape.groups:
             return None
-        # Neighbouring stages talk to each other: those on one node stand together.
+        # Neighbouring groups talk to each other: those on one node stand together.
         return tuple(node for node in sorted(groups, key=groups.index) for _ in range(shape.tp))
 
     def _gap(self, task: str, least: int, demand: int) -> str | None:

@@ -7,7 +7,7 @@
 Rules
 -----
 * n' counts the workers that are left *after* the event; x is what a task had *before* it.
-* A choice is a number of workers and a layout: 0 workers, or any multiple of the layout's tp * pp up to its cap. x is
+* A choice is a number of workers and a layout: 0 workers, or any multiple of the layout's replica up to its cap. x is
   in the present layout; T has a curve for each.
 * What a change costs, as time of the task's work; it depends on the task's own choices before and after alone:
 
@@ -179,7 +179,7 @@ class TaskProblem:
     """One task's part of the problem.
 
     `workers`: x, before the event. `faulty`: the event hit one of its workers. `min_workers`: F is 0 below.
-    `max_workers`: the cap, None for none. `floor`: see the module. `unit`: tp * pp, workers come in
+    `max_workers`: the cap, None for none. `floor`: see the module. `unit`: workers of a replica, workers come in
     multiples of it. `throughput`: T(x) in FLOP/s, as a Curve or as the tuple T(0), T(1), ...
     `d_transition_us`: the task's own, where it is not the problem's. `tp`: how many workers of a replica need one node.
     `priority`, `preemptible`: whose floor is met first, where not all can be. `turn`: likewise, within a priority: 0 =
@@ -221,7 +221,7 @@ class TaskProblem:
             if value is not None and value < 0:
                 raise ProblemError(f"task {self.name}: {field} is {value}; give a number >= 0")
         if self.unit < 1:
-            raise ProblemError(f"task {self.name}: unit is {self.unit}; give tp * pp, at least 1")
+            raise ProblemError(f"task {self.name}: unit is {self.unit}; give the workers of a replica, at least 1")
         if self.d_transition_us is not None and not 0 <= self.d_transition_us < inf:
             fault = f"d_transition_us is {self.d_transition_us}"
             raise ProblemError(f"task {self.name}: {fault}; give a finite number >= 0")

@@ -3,7 +3,7 @@
 Rules
 -----
 * What is not given stays as it is; vpp and ep come as near to that as the new tp and pp allow. Bounds on workers that
-  are not given come to whole replicas of the new tp * pp.
+  are not given come to whole replicas of the new layout.
 * What cannot be is refused in one line: a model that does not divide so, a stage that no node has room for, a least
   number of workers that the nodes have no room for: all would end, and none could begin.
 * Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that keeps
@@ -17,7 +17,7 @@ import msgspec
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.tasks.reshaping import changes_nothing
-from unicrond.core.tasks.task_rules import nearest
+from unicrond.core.tasks.task_rules import nearest, with_degrees
 from unicrond.core.tasks.task_validation import reshape_problem
 from unicrond.events.vocabulary import FirstIteration, LearningRate, ReshapeRequested, SomeWorkers, TaskSpec, Text
 from unicrond.events.vocabulary.shape import Shape
@@ -30,6 +30,8 @@ class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pp: SomeWorkers | None = None
     vpp: SomeWorkers | None = None
     ep: SomeWorkers | None = None
+    cp: SomeWorkers | None = None
+    etp: SomeWorkers | None = None
     micro_batch: SomeWorkers | None = None
     min_workers: SomeWorkers | None = None
     max_workers: SomeWorkers | None = None
@@ -42,7 +44,7 @@ def reshape_request(state: ClusterState, task: Task, order: ReshapeOrder) -> Res
     """Return the event that asks for the reshape. Raise OrderRefused."""
     spec = task.spec
     near = nearest(spec, order.tp or spec.tp, order.pp or spec.pp)
-    shape = near._replace(vpp=order.vpp or near.vpp, ep=order.ep or near.ep, micro_batch=order.micro_batch or 0)
+    shape = with_degrees(near, {name: getattr(order, name) or 0 for name in Shape._fields})
     least, most = bounds(spec, shape)
     request = ReshapeRequested(
         task=task.name,
@@ -67,10 +69,10 @@ def reshape_request(state: ClusterState, task: Task, order: ReshapeOrder) -> Res
 
 
 def bounds(spec: TaskSpec, shape: Shape) -> tuple[int, int]:
-    """Return the min_workers and max_workers that come nearest to the present ones, in whole replicas of tp * pp, of
-    which there are at least one and no more than micro-batches."""
+    """Return the min_workers and max_workers that come nearest to the present ones, in whole replicas, of which there
+    are at least one and no more than micro-batches."""
     unit = shape.workers
-    micro_batches = spec.global_batch // (shape.micro_batch or spec.micro_batch)
+    micro_batches = spec.micro_batches_in(shape)
     most = max(1, min(spec.max_workers // unit, micro_batches))
     least = min(most, -(-spec.min_workers // unit))
     return least * unit, most * unit

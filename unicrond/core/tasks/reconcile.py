@@ -1,6 +1,6 @@
 """What a task has against what the plan gives it: pure arithmetic on replicas, used by `decide`.
 
-A replica is tp * pp workers; it lives or falls as a whole.
+A replica is as many workers as its layout says (`Shape.workers`); it lives or falls as a whole.
 """
 
 from __future__ import annotations

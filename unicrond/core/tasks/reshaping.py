@@ -19,7 +19,8 @@ from unicrond.events.vocabulary.shape import Shape
 
 def layout_key(shape: Shape) -> str:
     """Return the name of a layout in the state: "2x1", "2x4 vpp2"."""
-    more = (("vpp", shape.vpp, 1), ("ep", shape.ep, 1), ("mb", shape.micro_batch, 0))
+    degrees = (("vpp", shape.vpp, 1), ("ep", shape.ep, 1), ("mb", shape.micro_batch, 0))
+    more = (*degrees, ("cp", shape.cp, 1), ("etp", shape.etp, 0))
     return f"{shape.tp}x{shape.pp}" + "".join(f" {name}{size}" for name, size, usual in more if size != usual)
 
 
@@ -38,7 +39,7 @@ def layouts_of(spec: TaskSpec) -> list[Shape]:
 def most_workers(spec: TaskSpec, shape: Shape) -> int:
     """Return the most workers that a plan may give the task in a layout: whole replicas, no more than micro-batches or
     lanes (those that share a lane compute one after the other)."""
-    micro_batches = spec.global_batch // (shape.micro_batch or spec.micro_batch)
+    micro_batches = spec.micro_batches_in(shape)
     replicas = min(spec.max_workers // shape.workers, micro_batches, spec.lanes or micro_batches)
     return replicas * shape.workers
 

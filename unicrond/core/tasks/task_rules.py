@@ -37,7 +37,7 @@ GPUS_MAX = 16
 #: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
 WAF_MAX = 2**62
 #: Degrees that the built-in GPT cannot be cut by.
-_MISSING = {"vpp": "virtual pipeline stages", "ep": "experts"}
+_MISSING = {"vpp": "virtual pipeline stages", "ep": "experts", "cp": "context parallelism"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 #: Where a secret is: a file of the node, or a variable of its agent.
@@ -86,9 +86,11 @@ def _workers(spec: TaskSpec) -> Iterator[FieldFault]:
         )
     for name in ("min_workers", "max_workers"):
         value = getattr(spec, name)
-        if value % unit and not spec.layouts:
+        if value % unit and not spec.layouts and not any(_inside(spec, spec.cut)):
             near = " or ".join(str(n) for n in (value // unit * unit, (value // unit + 1) * unit) if n)
-            yield FieldFault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
+            names, sizes = zip(*spec.cut.factors.items(), strict=True)
+            replica = f"{' * '.join(names)} = {' * '.join(map(str, sizes))}"
+            yield FieldFault((name,), f"{value} is not a multiple of {replica}; use {near}")
 
 
 def _batches(spec: TaskSpec) -> Iterator[FieldFault]:
@@ -138,18 +140,40 @@ def _shape(spec: TaskSpec) -> Iterator[FieldFault]:
 
 
 def _inside(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
-    """Yield what is wrong with vpp and ep, whatever the program is and however large."""
+    """Yield what is wrong with vpp, ep, etp and cp, whatever the program is and however large."""
     if spec.entry == BUILT_IN:
-        for name, degree in (("vpp", shape.vpp), ("ep", shape.ep)):
+        for name, degree in (("vpp", shape.vpp), ("ep", shape.ep), ("cp", shape.cp)):
             if degree > 1:
                 yield FieldFault((name,), f"is {degree}, but the built-in GPT has no {_MISSING[name]}; leave it out")
+        if shape.etp:
+            yield FieldFault(("etp",), f"is {shape.etp}, but the built-in GPT has no experts; leave it out")
         return
     if shape.vpp > 1 and shape.pp == 1:
         yield FieldFault(("vpp",), f"is {shape.vpp}, but chunks of a stage are interleaved from pp 2 on; use vpp 1")
-    if shape.tp % shape.ep:
-        yield FieldFault(
-            ("ep",), f"{shape.ep} does not divide tp ({shape.tp}), whose workers share the experts; use another"
-        )
+    if spec.entry != megatron_lm.ENTRY:
+        yield from _of_own_loop(shape)
+    if spec.micro_batches_in(shape) * (shape.micro_batch or spec.micro_batch) * shape.data != spec.global_batch:
+        yield from _not_shared(spec, shape)
+
+
+def _of_own_loop(shape: Shape) -> Iterator[FieldFault]:
+    """Yield what a loop of one's own cannot have: nothing in it gives each worker its part of a sequence or of a
+    replica's samples."""
+    fix = f"use 1, or entry: {megatron_lm.ENTRY}"
+    if shape.cp > 1:
+        yield FieldFault(("cp",), f"is {shape.cp}, but context parallelism is not for a loop of your own yet; {fix}")
+    if shape.data > 1:
+        text = f"{shape.ep} does not divide tp ({shape.tp}): experts over more workers than that are not for a loop"
+        yield FieldFault(("ep",), f"{text} of your own yet; use a divisor of tp, or entry: {megatron_lm.ENTRY}")
+
+
+def _not_shared(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
+    """Yield that the data-parallel ranks inside a replica cannot share the global batch; of a layout without any others
+    say that."""
+    if shape.data > 1:
+        batch = (shape.micro_batch or spec.micro_batch) * shape.data
+        text = f"{shape.ep} makes a replica of {shape.data} data-parallel ranks, and global_batch ({spec.global_batch})"
+        yield FieldFault(("ep",), f"{text} is no multiple of their {batch} samples; use another ep, or global_batch")
 
 
 def divides(spec: TaskSpec, shape: Shape) -> bool:
@@ -178,7 +202,7 @@ def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
     layout."""
     vpp = flags.vpp if spec.vpp == 0 and shape.vpp == 1 else shape.vpp
     ep = flags.ep if spec.ep == 0 and shape.ep == 1 else shape.ep
-    return shape.cut._replace(vpp=vpp, ep=ep)
+    return shape.cut._replace(vpp=vpp, ep=ep).plain
 
 
 def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
@@ -188,13 +212,23 @@ def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
 
 def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
     """Return the layout with this tp and pp that is nearest to the task's: no more chunks of a stage, experts over no
-    more workers."""
+    more workers; a sequence over as many."""
     current = spec.cut
     if (tp, pp) == (current.tp, current.pp):
         return current
-    eps = [ep for ep in range(min(current.ep, tp), 0, -1) if tp % ep == 0]
-    fewer = (Shape(tp, pp, vpp, ep) for vpp in range(current.vpp if pp > 1 else 1, 0, -1) for ep in eps)
-    return next((shape for shape in fewer if divides(spec, shape)), Shape(tp, pp))
+    inside = [ep for ep in range(min(current.ep, tp), 0, -1) if tp % ep == 0]
+    as_now = [current._replace(tp=tp, pp=pp).plain] if current.data > 1 or current.etp else []
+    alike = [*as_now, *(Shape(tp, pp, ep=ep, cp=current.cp) for ep in inside)]
+    fewer = (shape._replace(vpp=vpp) for vpp in range(current.vpp if pp > 1 else 1, 0, -1) for shape in alike)
+    return next((shape for shape in fewer if divides(spec, shape)), Shape(tp, pp, cp=current.cp))
+
+
+def with_degrees(near: Shape, sizes: Mapping[str, int]) -> Shape:
+    """Return the layout with these degrees in place of those of `near`, but for tp and pp. Experts over another number
+    of workers are cut as is usual there, unless that is given, too."""
+    degrees = {name: size for name, size in sizes.items() if size and name not in ("tp", "pp")}
+    etp = near.etp if degrees.get("ep", near.ep) == near.ep else 0
+    return near._replace(**{"etp": etp, **degrees}).plain
 
 
 def _layouts(spec: TaskSpec) -> Iterator[FieldFault]:
@@ -212,7 +246,7 @@ def _layouts(spec: TaskSpec) -> Iterator[FieldFault]:
             yield FieldFault((*place, "micro_batch"), text)
     if len({bool(layout.micro_batch) for layout in spec.layouts}) > 1:
         yield FieldFault(("layouts",), "say micro_batch in some and not in others; give it in all or in none")
-    fewest = min(layout.tp * layout.pp for layout in spec.layouts)
+    fewest = min(layout.shape.workers for layout in spec.layouts)
     least = max(spec.min_workers, 1)
     if -(-least // fewest) * fewest > spec.max_workers and spec.min_workers <= spec.max_workers:
         text = (

@@ -23,6 +23,7 @@ from unicrond.core.tasks.reshaping import is_in_place, reshaped
 from unicrond.core.tasks.task_rules import ENTRIES, spec_faults
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 
 
 def form_problems(data: Any) -> list[FieldFault]:
@@ -92,26 +93,30 @@ def reshape_problem(state: ClusterState, task: Task, request: v.ReshapeRequested
             return (
                 f"pp: the nodes have room for {stages} stages of tp {request.tp}, not for {request.pp}; lower it, or tp"
             )
-    if problem := _micro_batch_problem(task.spec, request.micro_batch):
+        if (groups := request.shape.groups) > stages:
+            return f"cp, ep: the nodes have room for {stages} groups of tp {request.tp}, not for {groups}; lower them"
+    if problem := _micro_batch_problem(task.spec, request.shape):
         return problem
     for fault in task_problems(reshaped(task.spec, request)):
         return str(fault)
-    if needs_room and request.min_workers > (room := stages // request.pp * request.pp * request.tp):
+    if needs_room and request.min_workers > (room := stages // request.shape.groups * request.shape.workers):
         return f"min_workers: the nodes have room for {room}; lower it"
     return ""
 
 
-def _micro_batch_problem(spec: TaskSpec, micro_batch: int) -> str:
+def _micro_batch_problem(spec: TaskSpec, shape: Shape) -> str:
     """Return why micro-batches cannot have so many samples, "" where they can: a reshape changes neither the global
     batch nor the lanes."""
-    if not micro_batch or micro_batch == spec.micro_batch:
+    micro_batch = (shape.micro_batch or spec.micro_batch) * shape.data
+    if micro_batch == spec.replica_batch:
         return ""
+    name = "micro_batch" if shape.data == 1 else "micro_batch, times the data-parallel ranks in a replica"
     if spec.global_batch % micro_batch:
-        return f"micro_batch: {micro_batch} does not divide global_batch ({spec.global_batch}); use a divisor of it"
+        return f"{name}: {micro_batch} does not divide global_batch ({spec.global_batch}); use a divisor of it"
     if spec.lanes > (micro_batches := spec.global_batch // micro_batch):
         most = spec.global_batch // spec.lanes
         return (
-            f"micro_batch: {micro_batches} of {micro_batch} samples do not fill the task's {spec.lanes} lanes;"
+            f"{name}: {micro_batches} of {micro_batch} samples do not fill the task's {spec.lanes} lanes;"
             f" use at most {most}"
         )
     return ""

@@ -48,7 +48,7 @@ def gradients(spec: TaskSpec, replicas: int) -> Gradients:
 def parameters(spec: TaskSpec) -> int:
     """Estimate the parameters of one worker of the built-in GPT: layers and embedding, cut evenly."""
     m = spec.model
-    return (12 * m.layers * m.hidden**2 + m.hidden * (m.vocab + m.seq)) // spec.replica_workers
+    return (12 * m.layers * m.hidden**2 + m.hidden * (m.vocab + m.seq)) // (spec.tp * spec.pp)
 
 
 @lru_cache(maxsize=65_536)
