@@ -95,7 +95,7 @@ matrix: $(STAMP)
 # a worker, a node and a stranger; the deleted log; heads and nodes that are heard and hear nothing.
 REDTEAM := $(addprefix tests/,$(addsuffix .py,\
   $(addprefix events/test_,accounts forgery tls jwt_logins) \
-  $(addprefix unicrond/test_,authority access owners own_token connections side_jobs edge_events entry_costs entrance) \
+  $(addprefix unicrond/test_,authority access owners own_token connections side_jobs edge_events entry_costs entrance callers) \
   $(addprefix agents/test_,passes floods memory_server) \
   $(addprefix integration/test_,keys lying_node flooding_node deleted_log one_way_links)) \
   integration/test_daemon.py::test_api_answers_beside_a_thousand_half_requests \

@@ -16,6 +16,8 @@ import nkeys
 import pytest
 
 from tests.contracts.logs import command, fact, started
+from tests.events.test_accounts import ATTACKERS, LOGINS, moved, site_of, work
+from tests.integration.nats_cluster import nats_cluster
 from unicrond.events.log.event_log import LogUnavailable
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.commands import NatsCommandFeed, ensure_command_consumer
@@ -128,13 +130,17 @@ class Server(EmbeddedServer):
 
     def _config(self) -> str:
         before, _, _ = super()._config().partition("accounts {")
+        return before + "\n".join(self.account_lines()) + "\n"
+
+    def account_lines(self) -> list[str]:
+        """Lines of any server's configuration."""
         accounts = {
             account.owner.name: signed(self._operator, account.owner.name, name, account.claims())
             for name, account in {"SYS": self._system, **self._accounts}.items()
         }
         operator = signed(self._operator, self._operator.name, "O", {"type": "operator"})
         lines = [f"operator: {operator}", f"system_account: {self._system.owner.name}", "resolver: MEMORY"]
-        return before + "\n".join([*lines, f"resolver_preload: {json.dumps(accounts)}"]) + "\n"
+        return [*lines, f"resolver_preload: {json.dumps(accounts)}"]
 
     def credentials(self, login: str, **claims: Any) -> Path:
         """As nsc makes them from the command that `unicrond nats-config --nsc` prints."""
@@ -183,6 +189,30 @@ async def test_credentials_file_grants_same_rights_as_key(server: Server) -> Non
             await NatsEventLog(agent, give_up_s=0.5).append([fact(1, "n2")])
         with pytest.raises(PublishDenied):
             await api(agent, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("replicas", [1, 3])
+async def test_no_answer_moves_anything_in_operator_mode(replicas: int, tmp_path: Path) -> None:
+    """Accounts by JWT lend more widely than a configuration does: the walls are as high."""
+    server, keys = Server(tmp_path), tmp_path / "keys"
+    keys.mkdir()
+    for login in LOGINS:
+        server.credentials(login).rename(keys / f"{login}.key")
+    async with AsyncExitStack() as stack:
+        if replicas == 1:
+            await server.start()
+            stack.push_async_callback(server.kill)
+            site = await site_of(stack, [server.url], keys, None, replicas)
+        else:
+            several = nats_cluster(tmp_path / "several", logins="\n".join(server.account_lines()))
+            cluster = await stack.enter_async_context(several)
+            site = await site_of(stack, cluster.urls, keys, cluster.ca, replicas)
+        for login in ATTACKERS:
+            sent, before, after = await moved(site, login)
+            assert sent > 500
+            assert after == before, f"{login} has moved something"
+        await work(site)
 
 
 async def test_expired_credentials_print_one_line(server: Server) -> None:
