@@ -12,6 +12,7 @@ from tests.versions.core_seams import OPTIONAL, STAND_INS, TRAINER, USES, instal
 
 
 def test_table_is_what_trainer_uses() -> None:
+    """A use that is new here stands in USES, with its keywords, in the same commit: `make canary` looks for it."""
     assert uses() == dict(sorted({**USES, **dict.fromkeys(OPTIONAL, ())}.items()))
 
 
