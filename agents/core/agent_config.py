@@ -6,7 +6,7 @@ import msgspec
 
 from unicrond.agents.protocol.messages import Identity
 from unicrond.events.vocabulary import ExitCause, Gpu, MemoryService, Name, TaskSpec
-from unicrond.events.vocabulary.field_types import NameOrNone
+from unicrond.events.vocabulary.field_types import NameOrNone, ObjectStores
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -45,6 +45,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     probe_port: int = 0
     #: What fails as one with the node, as a rack or a switch; "": not told.
     domain: NameOrNone = ""
+    #: Schemes of URLs to which workers can write checkpoints: their packages are here.
+    object_stores: ObjectStores = ()
 
     def user_of(self, spec: TaskSpec) -> Identity | None:
         """Return the user that the task runs as; None means the agent's own user, or (users.refusal) that it may not

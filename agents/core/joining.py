@@ -54,6 +54,7 @@ def join(transition: Transition) -> None:
             gpu=config.gpu,
             probe_port=config.probe_port,
             domain=config.domain,
+            object_stores=config.object_stores,
         )
     )
     if transition.state.machine is not None:

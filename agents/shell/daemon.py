@@ -66,8 +66,10 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.stack_keeper import StackKeeper
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
+from unicrond.events.host.optional_dependencies import is_installed
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.vocabulary import ExitCause, NodeJoined, ProbeLinks, SnapshotStored, WorkerId
+from unicrond.events.vocabulary.tasks import SCHEMES
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
@@ -116,6 +118,7 @@ class Agent(Shell):
             users=options.users,
             gpu=options.gpu_type or gpu_type(driver.models if driver else ()),
             domain=options.domain,
+            object_stores=SCHEMES if is_installed("fsspec") and is_installed("s3fs") else (),
             vanished=self._kills.cause_since_last_agent(),
         )
 

@@ -30,7 +30,7 @@ class MissingExtra(Exception):
 def require(command: str, extra: str) -> None:
     """Raise MissingExtra unless everything of `extra` can be imported. Imports nothing."""
     modules = [module for part in (*_WITH.get(extra, ()), extra) for module in MODULES[part]]
-    missing = next((module for module in modules if not _is_there(module)), None)
+    missing = next((module for module in modules if not is_installed(module)), None)
     if missing is not None:
         raise MissingExtra(_line(command, missing, extra))
 
@@ -38,7 +38,7 @@ def require(command: str, extra: str) -> None:
 def require_laboratory(command: str, module: str, own_version: str) -> None:
     """Raise MissingExtra unless this module of unicrond-lab is there, and of unicrond's own version."""
     install = f"pip install {LABORATORY}=={own_version}"
-    if not _is_there(module):
+    if not is_installed(module):
         raise MissingExtra(f"{command} needs the package {LABORATORY}, which is not installed: {install}")
     spec = find_spec(module)
     if spec is not None and LABORATORY_FOLDER in (spec.origin or "").split("/"):  # else a checkout's own
@@ -66,7 +66,7 @@ def _line(command: str, module: str, extra: str) -> str:
     return f"{command} needs the extra `{extra}` ({module} is not installed): {install_command(extra)}"
 
 
-def _is_there(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Say whether the module is installed."""
     try:
         return find_spec(module) is not None

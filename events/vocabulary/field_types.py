@@ -145,5 +145,6 @@ FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "ch
 # Arrays of what agents report, bounded by what a node can have.
 NodeNames: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NODES_MAX)]
 Users: TypeAlias = Annotated[tuple[User, ...], Meta(max_length=USERS_MAX)]
+ObjectStores: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=16)]
 CountByRank: TypeAlias = Annotated[tuple[Small, ...], Meta(max_length=WORKERS_MAX)]
 FailedSources: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=SOURCES_MAX)]

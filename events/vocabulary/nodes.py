@@ -22,6 +22,7 @@ from unicrond.events.vocabulary.field_types import (
     Micros,
     Name,
     NameOrNone,
+    ObjectStores,
     Pid,
     Port,
     RepairNeed,
@@ -67,7 +68,8 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
 
     `users`: those that tasks may run as, the first where a task names none; empty: all tasks run as the agent's own.
     `gpu`: the type of its GPUs; "": not known. `probe_port`: where the agent answers probes of its links; 0: nowhere.
-    `domain`: what fails as one with it, as a rack or a switch; "": not told.
+    `domain`: what fails as one with it, as a rack or a switch; "": not told. `object_stores`: schemes of URLs to which
+    its workers can write checkpoints.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -84,6 +86,7 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     gpu: Gpu = ""
     probe_port: Port = 0
     domain: NameOrNone = ""
+    object_stores: ObjectStores = ()
 
     def sentence(self) -> str:
         """Say it in one sentence."""

@@ -187,6 +187,7 @@ class MiniCluster:
         users: tuple[str, ...] = (),
         gpu: str = "",
         domain: str = "",
+        object_stores: tuple[str, ...] = (),
     ) -> None:
         host = self.hosts.setdefault(name, Host(name, slots))
         host.gpu = gpu or host.gpu
@@ -209,6 +210,7 @@ class MiniCluster:
             users=users,
             gpu=host.gpu,
             domain=domain,
+            object_stores=object_stores,
         )
         self.say(host, joined)
 

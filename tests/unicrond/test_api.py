@@ -97,6 +97,7 @@ async def test_api_takes_pipeline_stages_from_megatron_flags(tmp_path: Path) -> 
         ('{"name": "a b"}', ["name", "is not a valid name"]),
         ('{"name": "a", "min_workers": 3, "max_workers": 1}', ["min_workers"]),
         ('{"name": "a", "weight": "2"}', ["weight"]),
+        ('{"name": "a", "checkpoint": {"dir": "s3://bucket/a"}}', ["checkpoint.dir: node n1", "cannot write to s3://"]),
     ],
 )
 async def test_api_refuses_invalid_task_by_field(tmp_path: Path, body: str, words: list[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.tasks.task_validation import task_problems
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.core.tasks.task_validation import storage_problems, task_problems
+from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 
 
 def cluster() -> MiniCluster:
@@ -46,6 +46,20 @@ def test_node_without_user_list_runs_as_agent_user() -> None:
     made.add_host("n1")
     (said,) = map(str, task_problems(TaskSpec(name="t", run_as="bob"), made.state))
     assert said.startswith("run_as: node n1 does not run tasks as bob (runs all tasks as its agent's user)")
+
+
+def test_checkpoints_go_to_a_store_that_every_node_reaches() -> None:
+    """An agent that is older, or lacks the packages, says nothing of stores; a node that is drained does not count."""
+    made, spec = MiniCluster(1), TaskSpec(name="t", checkpoint=CheckpointSpec(dir="s3://bucket/t"))
+    made.add_host("n1", object_stores=("s3",))
+    made.add_host("n2")
+    (fault,) = map(str, storage_problems(spec, made.state))
+    assert fault.startswith("checkpoint.dir: node n2 cannot write to s3://; install unicrond[object-store] there")
+    assert not list(storage_problems(TaskSpec(name="t", checkpoint=CheckpointSpec(dir="/ckpt")), made.state))
+    made.submit("t", checkpoint=spec.checkpoint)
+    assert "t" in made.state.tasks, "what the log has taken before stays"
+    made.cordon("n2", drain=True)
+    assert not list(storage_problems(spec, made.state))
 
 
 def test_empty_cluster_accepts_any_user() -> None:

@@ -57,6 +57,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         gpu=event.gpu,
         probe_port=event.probe_port,
         domain=event.domain,
+        object_stores=event.object_stores,
     )
     if old is not None:
         node = replace(

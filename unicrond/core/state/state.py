@@ -79,10 +79,9 @@ class TaskStatus(StrEnum):
 class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A host; its subjects stand in node_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
-    `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: all run
-    as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py). `probe_port`: where
-    its agent answers probes of links; 0: nowhere. `domain`: what fails as one with it (nodes/outages.py). `strays`: by
-    worker id.
+    `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: its own.
+    `gpu`: the type of its GPUs (gpu_types.py). `probe_port`: where its agent answers probes; 0: nowhere. `domain`:
+    what fails with it (nodes/outages.py). `object_stores`: schemes that checkpoints can go to. `strays`: by worker id.
     """
 
     name: str
@@ -100,6 +99,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gpu: str = ""
     probe_port: int = 0
     domain: str = ""
+    object_stores: tuple[str, ...] = ()
     cordon: Cordon = Cordon()
     isolation: Isolation = Isolation()
     health: NodeHealth = NodeHealth()

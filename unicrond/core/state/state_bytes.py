@@ -149,6 +149,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "gpu",
     "probe_port",
     "domain",
+    "object_stores",
     "strays",
     "departure.ends_us",
 )

@@ -7,7 +7,8 @@ Rules
 * Its form (`form_problems`): of plain data, the right fields with values of the right types (state/field_faults.py).
 * Its sense (task_rules.py): what no field's type says, most of it about several fields together.
 * The disk, where a person waits for the answer (`is_file`): the entry script exists. Each machine sees another disk.
-* The cluster (`state`): each node that may get its workers runs tasks as its user.
+* The cluster (`state`): each node that may get its workers runs tasks as its user, and reaches the object store of its
+  checkpoints.
 * The tasks that run: its name is free (`name_conflict`); a running task may have the layout, the bounds and the rate
   that it is asked to have (`reshape_problem`).
 """
@@ -24,6 +25,7 @@ from unicrond.core.tasks.task_rules import ENTRIES, spec_faults
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import TaskSpec
 from unicrond.events.vocabulary.shape import Shape
+from unicrond.events.vocabulary.tasks import is_url
 
 
 def form_problems(data: Any) -> list[FieldFault]:
@@ -63,6 +65,18 @@ def _user_problems(state: ClusterState, spec: TaskSpec) -> Iterator[FieldFault]:
     allowed = f"allows {', '.join(node.users)}" if node.users else "runs all tasks as its agent's user"
     text = f"node {node.name}{more} does not run tasks as {spec.run_as} ({allowed}); add it to --run-as there"
     yield FieldFault(("run_as",), text)
+
+
+def storage_problems(spec: TaskSpec, state: ClusterState) -> Iterator[FieldFault]:
+    """Yield why a new task's workers could not write its checkpoints: a node that is up cannot reach the object store.
+    To be asked at submit; a task that the log has taken runs on."""
+    scheme = spec.checkpoint.dir.partition("://")[0] if is_url(spec.checkpoint.dir) else ""
+    refusing = [node for node in state.nodes.values() if node.schedulable and scheme not in ("", *node.object_stores)]
+    if not refusing:
+        return
+    node, more = refusing[0], f" and {len(refusing) - 1} more" if len(refusing) > 1 else ""
+    fix = "install unicrond[object-store] there, in no older version than the head's, and restart its agent"
+    yield FieldFault(("checkpoint", "dir"), f"node {node.name}{more} cannot write to {scheme}://; {fix}")
 
 
 # --- a running task --------------------------------------------------------------------------------

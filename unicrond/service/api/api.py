@@ -62,7 +62,7 @@ from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.tasks.reshaping import reshaped
 from unicrond.core.tasks.resubmission import resubmission
 from unicrond.core.tasks.task_rules import too_few_lanes
-from unicrond.core.tasks.task_validation import name_conflict, task_problems
+from unicrond.core.tasks.task_validation import name_conflict, storage_problems, task_problems
 from unicrond.display.cluster_tables import derived_values
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog
@@ -293,7 +293,8 @@ class Api:
         if conflict := name_conflict(self._coordinator.state, spec.name):
             return error(409, conflict)
         spec = self._with_start(replace(spec, run_as=user_of(caller, spec.run_as)))
-        if problems := task_problems(spec, self._coordinator.state):
+        state = self._coordinator.state
+        if problems := [*task_problems(spec, state), *storage_problems(spec, state)]:
             return error(400, str(problems[0]))
         if spec.priority > 0:
             require_scope_of_priority(caller, spec.priority)
