@@ -376,7 +376,9 @@ def test_data_loader_is_read_in_its_own_order(num_workers: int) -> None:
 
 def test_shuffled_data_loader_has_one_order_in_each_epoch() -> None:
     own = torch.Generator()
+    before = own.get_state()
     orders = [epochs_of(DataLoader(Rows(), 2, shuffle=True, generator=g), 6) for g in (None, None, own, own)]
+    assert torch.equal(own.get_state(), before), "the program may draw from it as well"
     assert orders[0] == orders[1] and orders[2] == orders[3] and orders[0][:3] != orders[0][3:]
     for order in orders:
         samples = [sample for iteration in order[:3] for rows in iteration for sample in rows]

@@ -139,14 +139,19 @@ class DataLoaderOrder:
             batch_sampler: Any = self._loader.batch_sampler
             sampler = getattr(batch_sampler, "sampler", None)
             previous, seed = randomness.snapshot(), work_seed(self.seed, epoch, 0, purpose="order")
+            parts = (self._loader, batch_sampler, sampler)
+            generators = [each for part in parts if (each := getattr(part, "generator", None)) is not None]
+            states = [generator.get_state() for generator in generators]  # the program may draw from them elsewhere
             randomness.seed_all(seed)
-            for part in (self._loader, batch_sampler, sampler):
-                if (generator := getattr(part, "generator", None)) is not None:
-                    generator.manual_seed(seed)
+            for generator in generators:
+                generator.manual_seed(seed)
+            for part in parts:
                 if set_epoch := getattr(part, "set_epoch", None):
                     set_epoch(epoch)
             batches = [tuple(map(int, batch)) for batch in batch_sampler]
             randomness.resume(previous)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
             self._epochs = dict([*self._epochs.items(), (epoch, batches)][-_EPOCHS_MAX:])
         return self._epochs[epoch]
 
