@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from unicrond.agents.trainer.groups.shared_results import SharedResults
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
 from unicrond.agents.trainer.megatron.data import EvaluationLoader, MicroBatchLoader, ValidationLoader
@@ -18,6 +21,7 @@ from unicrond.agents.trainer.megatron.evaluation import Evaluation, Evaluations
 from unicrond.agents.trainer.megatron.logs import LeadWriter, Trackers
 from unicrond.agents.trainer.megatron.runs import _fitting, _Weighing
 from unicrond.agents.trainer.process import cpu_shim
+from unicrond.events.vocabulary import StoreAddress
 
 SAMPLES = 20
 
@@ -101,6 +105,28 @@ def test_evaluation_reads_nothing_of_the_other_split() -> None:
         assert data._reader is not None
         data._reader.shutdown()
     assert len(splits["valid"].read) == len(splits["test"].read), "nor of the first by the second"
+
+
+def test_last_evaluation_leaves_nothing_in_the_store() -> None:
+    """Two replicas: each computes two micro-batches of four, both have the sum of all."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    before = store.num_keys()
+    alone: Any = SimpleNamespace(shard=0, size=1, sharers=1, device="cpu", highest=lambda *numbers: list(numbers))
+
+    def forward(call: int, micro_batches: list[int]) -> list[dict[str, Any]]:
+        return [{"loss": torch.tensor([float(10 * call + number), 1.0])} for number in micro_batches]
+
+    def evaluate(rank: int) -> list[float]:
+        results = SharedResults("big")
+        results.begin(StoreAddress(host="127.0.0.1", port=store.port), "3/7/valid")
+        evaluation = Evaluation(alone, 2, results, rank, 2)
+        assert evaluation.compute(forward, 2) == [{}]
+        total: list[float] = evaluation.compute(forward, 2)[0]["loss"].tolist()
+        return total
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(evaluate, range(2))) == [[22.0, 4.0]] * 2
+    assert store.num_keys() == before
 
 
 def test_loader_thread_reads_ahead() -> None:

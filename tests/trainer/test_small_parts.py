@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,6 +153,36 @@ def test_arguments_of_a_script_take_numbers_of_the_task_where_they_are_alone() -
     args = ("{iterations}", "--batch={global_batch}", "--out", "out_{iterations}.pt", "{lr}", "{seed}")
     spec = TaskSpec(name="t", entry="loop.py", iterations=70, global_batch=24, micro_batch=2, seed=5, args=args)
     assert script_arguments(spec) == ["70", "--batch=24", "--out", "out_{iterations}.pt", "{lr}", "5"]
+
+
+def test_results_are_removed_by_their_last_reader_or_two_purposes_later() -> None:
+    """Of the last purpose too, though nobody begins another; where a reader has died, by those that go on."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    address = StoreAddress(host="127.0.0.1", port=store.port)
+    results = [SharedResults("big") for _ in range(3)]
+
+    def share(purpose: str, readers: int) -> None:
+        for rank, own in enumerate(results):
+            own.begin(address, purpose)
+            own.publish(f"0/{rank}", b"x")
+        for own in results[:readers]:
+            assert len(own.take(["0/0", "0/1", "0/2"])) == 3
+            own.end(["0/0", "0/1", "0/2"], 3)
+
+    keys = [f"results/big/{purpose}/0/{rank}" for purpose in "12" for rank in range(3)]
+    share("1", 2)
+    assert all(store.check([key]) for key in keys[:3]), "the third may want them"
+    results[2].end(["0/0", "0/1", "0/2"], 3)
+    empty = store.num_keys()
+    assert not any(store.check([key]) for key in keys)
+    share("2", 2)
+    results.pop()
+    assert all(store.check([key]) for key in keys[3:])
+    for purpose in ("3", "4"):
+        for own in results:
+            own.begin(address, purpose)
+            own.end([], 2)
+    assert store.num_keys() == empty
 
 
 def test_silent_store_of_results_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,17 @@ Rules
   no regroup can break it.
 * A store that is lost holds nothing, and takes nothing: everybody is alone then. So is one that is silent for
   ANSWER_MAX_S: its calls have no limit of their own, so a thread makes them, and stays behind with what hangs.
-* Who begins a purpose has had all results of the one before, so all others have had those of the one before that: then
-  these are removed. (Who did without them finds out by itself what they were.)
+* Who is the last to have had all results of a purpose removes them, a dead replica's too. Where one of the readers has
+  died there is no last: who begins a purpose has had all results of the one before, so all others have had those of the
+  one before that, and these are removed then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -34,9 +36,8 @@ class SharedResults:
         self._store: Any = None
         self._prefix = ""
         self._thread = ThreadPoolExecutor(1, "results")
-        #: For the present purpose, and for the one before.
-        self._keys: list[str] = []
-        self._older_keys: list[str] = []
+        #: By the key that counts a purpose's readers, the keys of its results: of those that this process has ended.
+        self._ended: dict[str, list[str]] = {}
 
     @property
     def is_there(self) -> bool:
@@ -44,11 +45,9 @@ class SharedResults:
         return self._store is not None
 
     def begin(self, address: StoreAddress, purpose: str) -> None:
-        """Remove what this process has published two purposes before, and go on under the keys of `purpose` in that
-        store."""
-        older_keys = self._older_keys
-        self._ask(lambda store: [store.delete_key(key) for key in older_keys])
-        self._older_keys, self._keys = self._keys, []
+        """Remove what is left of two purposes before, and go on under the keys of `purpose` in that store."""
+        for counter in list(self._ended)[:-1]:
+            self._ask(partial(_remove_left, counter=counter, names=self._ended.pop(counter)))
         self._prefix = f"results/{self._name}/{purpose}/"
         if self._store is None or address != self._address:
             self._address = address
@@ -58,8 +57,19 @@ class SharedResults:
         """Let the others have the value."""
         name = self._prefix + key
         self._ask(lambda store: store.set(name, value))
-        if self.is_there:
-            self._keys.append(name)
+
+    def end(self, keys: Iterable[str], readers: int) -> None:
+        """Count this process among the readers that have had all results of the purpose, which have these keys; the
+        last of so many readers removes them."""
+        counter, names = f"{self._prefix}readers", [self._prefix + key for key in keys]
+        self._ended[counter] = names
+
+        def leave(store: Any) -> None:
+            """Count, and remove them where no reader is left."""
+            if store.add(counter, 1) >= readers:
+                _remove(store, counter, names)
+
+        self._ask(leave)
 
     def take(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return what has been published under these keys by now. Nothing waits in the store: a wait that is cut short
@@ -97,3 +107,13 @@ class SharedResults:
         except TimeoutError:
             self._thread = ThreadPoolExecutor(1, "results")
             return None
+
+
+def _remove_left(store: Any, counter: str, names: Iterable[str]) -> None:
+    if store.check([counter]):
+        _remove(store, counter, names)
+
+
+def _remove(store: Any, counter: str, names: Iterable[str]) -> None:
+    for name in (*names, counter):
+        store.delete_key(name)

@@ -91,6 +91,8 @@ class Evaluation:
         while (number := self._replica.highest(self._turn())[0]) > 0:
             if number <= self.calls * self._size:
                 self._compute(divmod(number - 1, self._size), forward)
+        if self._decides:
+            self._results.end(map(_key, self._reports), self._size)
         totals = self._total() if self._decides else [{}]
         if self._replica.sharers == 1:
             return totals
