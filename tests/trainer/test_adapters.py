@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -19,6 +19,7 @@ from unicrond import HuggingFaceTrainer, LightningStrategy
 from unicrond.agents.trainer.adapters.hugging_face import _Progress
 from unicrond.agents.trainer.loop.examination import CannotAttach
 from unicrond.agents.trainer.loop.local import LocalHook, LocalStep
+from unicrond.agents.trainer.states.state_bytes import check
 
 SAMPLES = [{"rows": torch.tensor([place / 11, 1.0]), "labels": torch.tensor([place % 3 - 1.0])} for place in range(11)]
 
@@ -244,6 +245,46 @@ def fit(strategy: Any, directory: Path, *callbacks: Any, module: Any = None, dat
     )
     trainer.fit(module or Line(), DataLoader(SAMPLES, 2) if data is None else data)
     return trainer
+
+
+class ValidatedLine(Line):
+    """Logs a metric in each validation, which is no number in the first epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.layer.weight.sum() * (float("nan") if self.current_epoch == 0 else 1.0))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(SAMPLES, 2)
+
+
+class LoopStates(lightning.Callback):  # type: ignore[misc]
+    """Collects what the training state has of Lightning in each step."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.states.append(trainer.strategy._progress.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_state_has_the_metrics_that_are_watched(tmp_path: Path) -> None:
+    """A newcomer's monitors find them before its own first validation; no score yet, or none that is a number, makes
+    the state one that nobody may take."""
+    seen = LoopStates()
+    stopping = {"check_finite": False, "patience": 9, "strict": False}
+    trainer = fit(LightningStrategy(), tmp_path, seen, EarlyStopping("val_loss", **stopping), module=ValidatedLine())
+    assert len(seen.states) == 18
+    for state in seen.states:
+        check({"iteration": 1, "loss": 0.0, "tensors": {}, "optimizer": {}, "scheduler": None, "lightning": state})
+    watched = trainer.callback_metrics["val_loss"]
+    trainer.strategy._progress.note()
+    state = trainer.strategy._progress.state_dict()
+    other = fit(LightningStrategy(), tmp_path, EarlyStopping("val_loss", **stopping), max_epochs=1)
+    other.strategy._has_begun = False
+    other.strategy._progress.load_state_dict(state)
+    assert torch.equal(other.callback_metrics["val_loss"], watched) and watched.isfinite()
+    assert torch.equal(other.early_stopping_callback.best_score, trainer.early_stopping_callback.best_score)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -36,6 +36,9 @@ from unicrond.agents.trainer.loop.hook import Hook, Local, Step
 from unicrond.agents.trainer.loop.local import LocalHook, LocalStep
 from unicrond.agents.trainer.process import context
 
+#: In a state, of a dict that stands for a scalar tensor.
+_SCALAR = "scalar tensor"
+
 
 class _LightningBatch:
     """What Lightning's loop takes for a batch: for the last of an accumulation an iteration of the hook, of so many
@@ -66,8 +69,9 @@ class _LightningBatches:
 
 
 class _LoopProgress:
-    """Where Lightning's loops and callbacks stand, as part of the training state: between two iterations, as `note`d,
-    since a state is also taken in the midst of one, where the loops stand elsewhere."""
+    """Where Lightning's loops and callbacks stand, and the metrics that callbacks and schedules watch, as part of the
+    training state: between two iterations, as `note`d, since a state is also taken in the midst of one, where the loops
+    stand elsewhere."""
 
     def __init__(self, strategy: LightningStrategy, trainer: pl.Trainer) -> None:
         self._strategy, self._trainer = strategy, trainer
@@ -75,8 +79,13 @@ class _LoopProgress:
 
     def note(self) -> None:
         """Note where they stand now."""
-        callbacks = copy.deepcopy(call._call_callbacks_state_dict(self._trainer))
-        self._state = {"fit_loop": self._trainer.fit_loop.state_dict(), "callbacks": callbacks}
+        self._state: dict[str, Any] = _kept(
+            {
+                "fit_loop": self._trainer.fit_loop.state_dict(),
+                "callbacks": call._call_callbacks_state_dict(self._trainer),
+                "metrics": self._trainer._logger_connector._callback_metrics,
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
@@ -88,8 +97,32 @@ class _LoopProgress:
         if self._strategy._has_begun:
             self._strategy._has_moved = True
             return
+        state = _given_back(state)
         self._trainer.fit_loop.load_state_dict(state["fit_loop"])
         call._call_callbacks_load_state_dict(self._trainer, state)
+        metrics = {name: metric.to(self._strategy.root_device) for name, metric in state.get("metrics", {}).items()}
+        self._trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy with numbers in the place of scalar tensors: those of a training state are finite, and a metric
+    need not be, nor is the best score before the first."""
+    if isinstance(value, dict):
+        return {key: _kept(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_kept, value))
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point():
+        return {_SCALAR: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    return copy.deepcopy(value)
+
+
+def _given_back(value: Any) -> Any:
+    """Return the inverse of `_kept`, on the CPU."""
+    if isinstance(value, dict):
+        if _SCALAR in value:
+            return torch.tensor(value[_SCALAR], dtype=getattr(torch, value["dtype"]))
+        return {key: _given_back(inner) for key, inner in value.items()}
+    return type(value)(map(_given_back, value)) if isinstance(value, list | tuple) else value
 
 
 class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]
