@@ -85,6 +85,30 @@ def test_iterations_go_on_while_s3_hangs(s3: S3Server, server: ForkServer, data:
         assert max(checkpoint.newest_iterations(rig.url, rig.task)) >= newest
 
 
+def test_state_in_memory_heals_while_s3_hangs(s3: S3Server, server: ForkServer, data: Path, tmp_path: Path) -> None:
+    """The only worker is killed; its node's memory has the state, and nobody waits for what the bucket may have."""
+    spec = task(data, iterations=7, checkpoint=CheckpointSpec(interval=0, memory_interval=1))
+    with S3Rig(s3, server, tmp_path, replace(spec, env={"UNICRON_SAVE_WAIT_S": "1"})) as rig:
+        rig.start("t.1", fault="stop@iteration=5,micro_batch=0", memory=True)
+        rig.until(lambda: rig.ready("t.1"))
+        rig.tell(1, ["t.1"])
+        rig.until(lambda: stopped(rig.pids["t.1"]))
+        s3.hang()
+        try:
+            rig.signal("t.1", signal.SIGKILL)
+            lose(rig, "t.1")
+            rig.start("t.2", memory=True)
+            rig.until(lambda: rig.ready("t.2"))
+            rig.tell(2, ["t.2"], joiners=["t.2"], urgent=True)
+            rig.until(lambda: rig.of(StateLoaded, "t.2"), 60)
+        finally:
+            s3.go_on()
+        complete(rig)
+        (state,) = rig.of(StateLoaded, "t.2")
+        assert isinstance(state, StateLoaded) and state.source == "memory" and state.iteration in (3, 4)
+        assert max(checkpoint.newest_iterations(rig.url, rig.task)) == 7
+
+
 async def test_hanging_s3_raises_alarm_that_ends(s3: S3Server, tmp_path: Path) -> None:
     """A cluster: iterations go on, `status` and /healthz have the alarm, `describe` the newest state; then it ends."""
     url = s3.url("live")
