@@ -217,6 +217,7 @@ def test_shim_answers_what_releases_ask_of_streams() -> None:
         "torch.cuda.current_stream().wait_stream(torch.cuda.current_stream())\n"
         "cpu.apply()\n"
         "assert torch.cuda.is_available() and torch.cuda.Event().query()\n"
+        "assert torch.cuda.is_current_stream_capturing.__module__ == cpu.__name__\n"
         "weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2)\n"
         "torch.optim.Adam([weight], lr=0.5).step()\n"
         "print(round(float(weight.sum()), 6))\n"

@@ -59,6 +59,7 @@ def apply() -> None:
         setattr(cuda, name, _returning(None))
     for name in _ZERO:
         setattr(cuda, name, _returning(0))
+    cuda.is_current_stream_capturing = _returning(False)  # Adam asks, until torch 2.12
     cuda.get_device_capability = _returning((0, 0))
     cuda.get_device_properties = _returning(
         SimpleNamespace(name="cpu", major=10, minor=0, total_memory=0, multi_processor_count=1)
