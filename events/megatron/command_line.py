@@ -93,15 +93,11 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
 _GLOBAL_AUX_LOSS = RefusedFlag(
     "--moe-router-load-balancing-type", "global_aux_loss depends on the order of micro-batches; use aux_loss"
 )
-#: What `refusals` asks for beside the flags of the table.
-CHECKED_FLAGS = (
-    _GLOBAL_AUX_LOSS.flag,
-    "--tensor-model-parallel-size",
-    "--context-parallel-size",
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
-    "--use-distributed-optimizer",
+_NO_EXPERTS = RefusedFlag(
+    "--expert-model-parallel-size", "there are no experts to spread; give --num-experts, or leave it out", (1,)
 )
+#: What `refusals` asks for beside the flags of the table.
+CHECKED_FLAGS = (_GLOBAL_AUX_LOSS.flag, _NO_EXPERTS.flag, "--num-experts")
 
 
 def refusals(values: Mapping[str, object]) -> Iterator[str]:
@@ -111,30 +107,8 @@ def refusals(values: Mapping[str, object]) -> Iterator[str]:
             yield f"{refusal.flag}: {refusal.reason}"
     if "global_aux_loss" in str(values.get(_GLOBAL_AUX_LOSS.flag, "")):
         yield f"{_GLOBAL_AUX_LOSS.flag}: {_GLOBAL_AUX_LOSS.reason}"
-    layout = _layout(values)
-    if layout.data > 1:
-        yield (
-            f"--expert-model-parallel-size: {layout.ep}, times --expert-tensor-parallel-size {layout.expert_tp}, must"
-            f" divide --tensor-model-parallel-size times --context-parallel-size ({layout.tp * layout.cp}): experts"
-            f" over data-parallel ranks are {_UNDONE}"
-        )
-    if layout.ep > 1 and values.get("--use-distributed-optimizer"):
-        yield f"--use-distributed-optimizer: with --expert-model-parallel-size it is {_UNDONE}; leave it out"
-
-
-def _layout(values: Mapping[str, object]) -> Shape:
-    """Return the layout as far as flags give sizes; an expert is cut in tp parts where no flag says otherwise."""
-    tp, ep = _size(values, "--tensor-model-parallel-size"), _size(values, "--expert-model-parallel-size")
-    etp = _size(values, "--expert-tensor-parallel-size", tp)
-    return Shape(tp, ep=ep, cp=_size(values, "--context-parallel-size"), etp=etp).plain
-
-
-def _size(values: Mapping[str, object], flag: str, default: int = 1) -> int:
-    """Return the size of a kind of parallelism, parsed or in words; other code reports what is no number."""
-    value = values.get(flag)
-    if isinstance(value, tuple):
-        value = value[0] if value else None
-    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else default
+    if _NO_EXPERTS.refuses(values.get(_NO_EXPERTS.flag)) and not values.get("--num-experts"):
+        yield f"{_NO_EXPERTS.flag}: {_NO_EXPERTS.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +158,8 @@ class CommandLine:
 
 #: How many layers a chunk of a stage has, or how many chunks a stage has.
 CHUNKS_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+#: With these Megatron's stages are not interleaved here (`agents/trainer/megatron/flags.py`).
+NOT_INTERLEAVED = ("--num-experts", "--mtp-num-layers")
 _COUNT_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 #: The schedule is the flags', not the state's.
 _OVERRIDE, _NOT_OVERRIDE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
@@ -235,6 +211,8 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
     for reason in refusals({name: words or True for name, words in line.flags.items()}):
         raise BadFlags(reason)
     cut = degrees(line)
+    if cut.vpp > 1 and (extra := next((flag for flag in NOT_INTERLEAVED if flag in line.flags), "")):
+        raise BadFlags(f"{CHUNKS_FLAGS[0]}: not with {extra} yet; leave it out")
     global_batch = _global_batch(line)
     return TrainingFlags(
         tp=cut.tp,

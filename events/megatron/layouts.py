@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from unicrond.events.megatron.command_line import BadFlags, CommandLine, degrees
+from unicrond.events.megatron.command_line import NOT_INTERLEAVED, BadFlags, CommandLine, degrees
 from unicrond.events.vocabulary.shape import Shape
 
 #: The script whose states have been cut anew.
@@ -38,8 +38,6 @@ _BIND_PP = (
     "--pipeline-model-parallel-split-rank",
     "--standalone-embedding-stage",
 )
-#: With these Megatron's stages are not interleaved here (`agents/trainer/megatron/flags.py`).
-_NOT_INTERLEAVED = ("--num-experts", "--mtp-num-layers")
 #: Formats of Megatron's own checkpoints that one layout has written and no other can read.
 _RIGID_FORMATS = ("torch", "torch_dcp", "zarr")
 _ANY_LAYOUT = "torch_dist"
@@ -136,13 +134,7 @@ class LayoutRules:
         ep, parts = shape.ep, shape.expert_tp
         if ep > 1 and self.bars_ep:
             yield f"{self.bars_ep}; use ep 1"
-        if shape.data > 1:
-            cut, room = (f", each expert cut in {parts},", "tp x cp") if shape.etp or shape.cp > 1 else ("", "tp")
-            yield (
-                f"ep: {ep}{cut} does not divide {room} ({shape.tp * shape.cp}), whose workers share the experts; use"
-                " another ep"
-            )
-        elif self.experts % ep:
+        if self.experts % ep:
             yield f"--num-experts: {self.experts} do not divide among ep ({ep}); use another ep"
         name = "etp" if shape.etp else "tp / ep"
         for flag, size in self.experts_divided:
@@ -178,7 +170,7 @@ def _read(line: CommandLine) -> LayoutRules:
         experts_divided=tuple(_sizes(line, ("--moe-ffn-hidden-size",))) if experts > 1 else (),
         layers=line.number("--num-layers", "--encoder-num-layers"),
         fewest_stages=3 if "--no-overlap-p2p-communication" in line.flags else 2,
-        bars_vpp=next((flag for flag in _NOT_INTERLEAVED if flag in line.flags), ""),
+        bars_vpp=next((flag for flag in NOT_INTERLEAVED if flag in line.flags), ""),
         bars_ep=_ep_bar(line),
         binding_tp=tuple(flag for flag in _BIND_TP if flag in line.flags),
         binding_pp=tuple(flag for flag in _BIND_PP if flag in line.flags),
@@ -211,11 +203,7 @@ def _sizes(line: CommandLine, flags: Sequence[str]) -> Iterator[tuple[str, int]]
 
 def _ep_bar(line: CommandLine) -> str:
     """Say why no experts can be on workers of their own; "" where they can."""
-    if "--num-experts" not in line.flags:
-        return "--num-experts: is not given"
-    if "--use-distributed-optimizer" in line.flags:
-        return "--use-distributed-optimizer: not with experts over several workers yet"
-    return ""
+    return "" if "--num-experts" in line.flags else "--num-experts: is not given"
 
 
 def _untried(line: CommandLine) -> str:
@@ -227,5 +215,7 @@ def _untried(line: CommandLine) -> str:
         return f"args: --load: can be read in another layout with --ckpt-format {_ANY_LAYOUT} alone, which is not given"
     if (layout := degrees(line)).cp > 1:
         return f"args: --context-parallel-size: {layout.cp}: nobody has tried it in another layout"
+    if layout.data > 1:
+        return f"args: --expert-model-parallel-size: {layout.ep}: nobody has tried it in another layout"
     flag = next((flag for flag in _UNTRIED if flag in line.flags), "")
     return f"args: {flag}: nobody has tried it in another layout" if flag else ""

@@ -125,6 +125,20 @@ def broken(
         return ended(rig, lost=lost, timeout_s=timeout_s)
 
 
+def healed_to_same_bits(server: ForkServer, directory: Path, spec: TaskSpec) -> Outcome:
+    """The task on two replicas, unbroken, and healed where a worker of the second dies; equal to the last bit, and no
+    micro-batch is computed again but the lost replica's."""
+    whole = unbroken(server, directory / "whole", spec, 2)
+    place = "micro_batch=1" if spec.pp == 1 else "at=backward"  # a pipeline takes all its micro-batches at once
+    last = 2 * spec.replica_workers - 1
+    healed = broken(server, directory / "healed", spec, f"kill@iteration=3,{place}", replicas=2, rank=last, joins=False)
+    assert 0 < healed.iterations[3].micro_batches_repeated <= spec.micro_batches // 2
+    assert healed.losses == whole.losses
+    assert same_bits(healed.shards, whole.shards)
+    assert healed.completed.params_digest == whole.completed.params_digest
+    return healed
+
+
 def _prepare(rig: Rig, timeout_s: float) -> None:
     """Wait until all workers that were started are ready to train."""
     rig.until(lambda: rig.ready(*rig.places) or rig.exits, timeout_s)

@@ -10,7 +10,18 @@ import pytest
 
 from tests.integration.regroup_rig import ForkServer
 from tests.megatron_lm.fixtures import MODEL, task
-from tests.megatron_lm.runs import Outcome, broken, furthest, logged, same_bits, stock, told, unbroken, validated
+from tests.megatron_lm.runs import (
+    Outcome,
+    broken,
+    furthest,
+    healed_to_same_bits,
+    logged,
+    same_bits,
+    stock,
+    told,
+    unbroken,
+    validated,
+)
 from tests.megatron_lm.test_reshape import EIGHT, goes_on, of_memory
 from unicrond.events.vocabulary.shape import Shape
 
@@ -33,17 +44,10 @@ OPTIMIZERS = {
 
 
 def both(server: ForkServer, directory: Path, flags: str) -> Outcome:
-    """The same task on two replicas, unbroken, and healed where the second dies; equal to the last bit."""
+    """The task, healed; those that share a sequence have the same parameters."""
     spec = task(f"{CP2} {flags}", script=SCRIPT, replicas=2)
-    whole = unbroken(server, directory / "whole", spec, 2)
-    place = "micro_batch=1" if spec.pp == 1 else "at=backward"  # a pipeline takes all its micro-batches at once
-    last = 2 * spec.replica_workers - 1
-    healed = broken(server, directory / "healed", spec, f"kill@iteration=3,{place}", replicas=2, rank=last, joins=False)
-    assert 0 < healed.iterations[3].micro_batches_repeated <= 3  # those of the lost replica alone
-    assert healed.losses == whole.losses
-    assert same_bits(healed.shards, whole.shards)
-    assert healed.completed.params_digest == whole.completed.params_digest
-    for tp_rank in range(spec.tp):  # those that share a sequence have the same parameters
+    healed = healed_to_same_bits(server, directory, spec)
+    for tp_rank in range(spec.tp):
         assert same_bits(healed.shards[tp_rank : tp_rank + 1], healed.shards[spec.tp + tp_rank : spec.tp + tp_rank + 1])
     return healed
 

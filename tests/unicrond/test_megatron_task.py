@@ -62,15 +62,15 @@ def test_megatron_takes_last_of_repeated_flags() -> None:
         (FLAGS + " --rampup-batch-size 2 2 100", "--rampup-batch-size: iterations of different sizes"),
         (FLAGS + " --hybrid-context-parallel", "--hybrid-context-parallel: sequences over various numbers of workers"),
         (FLAGS + " --use-megatron-fsdp", "--use-megatron-fsdp: FSDP shards what a replica must hold whole"),
-        (FLAGS + " --expert-model-parallel-size 2", "--expert-model-parallel-size: 2, times --expert-tensor"),
-        (
-            FLAGS + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --use-distributed-optimizer",
-            "--use-distributed-optimizer: with --expert-model-parallel-size it is not supported yet; leave it out",
-        ),
+        (FLAGS + " --expert-model-parallel-size 2", "--expert-model-parallel-size: there are no experts to spread"),
         (FLAGS + " --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type: global_aux"),
         (FLAGS + " --dataloader-type external", "--dataloader-type: unicrond deals micro-batches"),
         (FLAGS + " --optimizer dist_muon", "--optimizer: adam or sgd"),
         (FLAGS + " --cuda-graph-impl local", "--cuda-graph-impl: CUDA graphs are not supported yet"),
+        (
+            FLAGS + " --num-layers-per-virtual-pipeline-stage 1 --num-experts 4",
+            "--num-layers-per-virtual-pipeline-stage: not with --num-experts yet; leave it out",
+        ),
         (FLAGS + " --train-samples 3", "--train-samples: fewer than one global batch of 16"),
     ],
 )
@@ -88,7 +88,7 @@ def test_megatron_refuses_unsupported_flag_by_name(flags: str, reason: str) -> N
         "--cuda-graph-impl none",
         "--dataloader-type cyclic",
         "--expert-model-parallel-size=1",
-        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --num-experts 4",
     ],
 )
 def test_megatron_accepts_harmless_values_of_unsupported_flags(flags: str) -> None:
@@ -214,6 +214,18 @@ def test_experts_cut_otherwise_than_tp_over_ep_stand_in_task() -> None:
     assert loads(task(f"{flags} 2", min_workers=4, max_workers=4)).shape == Shape(2, 2)
 
 
+def test_experts_over_more_workers_than_tp_make_replica_larger() -> None:
+    """4 experts, whole, over 4 workers: with tp 2 and pp 2 two data-parallel ranks, which share 16 samples by 2 x 2."""
+    flags = SMALL + EXPERTS + " --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    spec = loads(task(flags, min_workers=8, max_workers=32))
+    assert (spec.shape, spec.replica_workers, spec.replica_batch) == (Shape(2, 2, ep=4), 8, 2 * spec.micro_batch)
+    assert spec.lanes == spec.micro_batches == spec.global_batch // spec.replica_batch
+    assert spec.layouts == (), "nobody has tried another layout"
+    assert nearest(spec, 1, 2) == Shape(1, 2, ep=4) and nearest(spec, 4, 1) == Shape(4, ep=4)
+    listed = loads(task(SMALL + EXPERTS, min_workers=4, max_workers=16, layouts="[{tp: 2, ep: [1, 2, 4]}]")).layouts
+    assert [layout.shape for layout in listed] == [Shape(2, 2), Shape(2), Shape(2, ep=2), Shape(2, ep=4)]
+
+
 def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text("")
@@ -250,14 +262,9 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
             "layouts[0]: --seq-length: 256 does not divide in 6 pieces for cp (3); use another",
         ),
         (FLAGS, "[{ep: 2}]", "layouts[0]: --num-experts: is not given; use ep 1"),
-        (SMALL + EXPERTS, "[{tp: 2, ep: 3}]", "layouts[0]: ep: 3 does not divide tp (2), whose workers share"),
+        (SMALL + EXPERTS, "[{tp: 2, ep: 3}]", "layouts[0]: --num-experts: 4 do not divide among ep (3); use another"),
         (SMALL + " --num-experts 3", "[{tp: 2, ep: 2}]", "layouts[0]: --num-experts: 3 do not divide among ep (2)"),
         (SMALL + EXPERTS, "[{tp: 4}]", "layouts[0]: --moe-ffn-hidden-size: 6 does not divide among tp / ep (4)"),
-        (
-            SMALL + EXPERTS + " --use-distributed-optimizer",
-            "[{tp: 2, ep: 2}]",
-            "layouts[0]: --use-distributed-optimizer: not with experts over several workers yet; use ep 1",
-        ),
         (FLAGS, "[{pp: 3}]", "layouts[0]: --num-layers: 4 does not divide among pp (3)"),
         (FLAGS + " --group-query-attention --num-query-groups 2", "[{tp: 4}]", "layouts[0]: --num-query-groups: 2"),
         (

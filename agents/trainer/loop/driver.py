@@ -123,7 +123,7 @@ def make_driver(
         context=process,
         state=state,
         saving=Saving(process, state),
-        sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
+        sampling=Sampling(spec.seed, spec.global_batch, spec.replica_batch, dataset_size),
         accumulation=accumulation,
         reduction=reduction,
         rendezvous=rendezvous,

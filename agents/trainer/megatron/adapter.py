@@ -180,13 +180,14 @@ class Adapter:
         name = getattr(split, "name", None) or ("train", "valid", "test")[self._loaders % 3]
         self._loaders += 1
         build = partial(real, *rest, **options)
+        batch = args.micro_batch_size * args.data_parallel_size
         if name == "train":
             ahead = args.num_workers > 0
             data = MicroBatchLoader(
                 build,
                 dataset,
                 args.global_batch_size,
-                args.micro_batch_size,
+                batch,
                 offset=consumed - args.iteration * args.global_batch_size,
                 reads_ahead=ahead,
             )
@@ -195,9 +196,7 @@ class Adapter:
         if flags.divides_evaluation(args):
             return self._evaluations.add_loader(
                 name,
-                EvaluationLoader(
-                    build, dataset, args.global_batch_size, args.micro_batch_size, reads_ahead=args.num_workers > 0
-                ),
+                EvaluationLoader(build, dataset, args.global_batch_size, batch, reads_ahead=args.num_workers > 0),
             )
         if name == "valid" and not args.full_validation:
             return ValidationLoader(build, dataset, self._validated)
@@ -222,7 +221,8 @@ class Adapter:
         trackers = Trackers(config)
         one_stage = self._training.mpu.get_pipeline_model_parallel_world_size() == 1
         is_scaled_mean = args.fp16 and not args.calculate_per_token_loss
-        divided_by = args.global_batch_size // args.micro_batch_size if is_scaled_mean else 1
+        batch = args.micro_batch_size * args.data_parallel_size
+        divided_by = args.global_batch_size // batch if is_scaled_mean else 1
         self._context.divided_by = divided_by
         self._hook = hook = Hook.attach(
             model,

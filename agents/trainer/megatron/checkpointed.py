@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
 from unicrond.agents.trainer.sharded.optimizer import MASTER, Holding, ModelChunk, Rows, ShardedOptimizer
@@ -54,14 +55,17 @@ class CheckpointedOptimizer(ShardedOptimizer):
         super().__init__(config, chunks, overrides)
         self.saves = saves
         self._groups = _groups_of_one_rank()
-        self._buffers = {
-            number: [self._of_one(buffer) for buffer in chunk.buffers] for number, chunk in enumerate(chunks)
-        }
-        self._ddp_config = chunks[0].ddp_config
-        self._read: Any = None
-        for buffer in chain(*self._buffers.values(), *(chunk.buffers for chunk in chunks)):
+        of_chunks = [(chunk.buffers, chunk.expert_parallel_buffers) for chunk in chunks]
+        for buffer in chain(*chain(*of_chunks)):
             for holder in (buffer, *buffer.buckets):
                 holder.param_data = None
+        #: By chunk: of all parameters but those of experts that are spread over workers, and of these.
+        self._buffers, self._expert_buffers = (
+            {number: [self._of_one(buffer) for buffer in kinds[kind]] for number, kinds in enumerate(of_chunks)}
+            for kind in (0, 1)
+        )
+        self._ddp_config = chunks[0].ddp_config
+        self._read: list[Any] = []
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **options: Any) -> Any:
         """Return what Megatron's own would return; to save, of what is assembled. Raises Misplaced."""
@@ -70,14 +74,13 @@ class CheckpointedOptimizer(ShardedOptimizer):
         if is_loading:
             rows = self._empty()
         assert rows is not None
-        whole = self._of_one_rank(rows)
-        self._read = whole if is_loading else None
+        parts = self._of_one_rank(rows)
+        self._read = parts if is_loading else []
+        whole = parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
         tree = whole.sharded_state_dict(model_sharded_state_dict, is_loading, **options)
-        if (copy_number := parallel_state.get_data_parallel_rank(with_context_parallel=True)) > 0:
-            for entry in nested_values(tree):
-                if isinstance(entry, ShardedBase):
-                    place = entry.replica_id
-                    entry.replica_id = (*place[:-1], copy_number) if isinstance(place, tuple) else copy_number
+        _note_copy(tree if len(parts) == 1 else tree[0], parallel_state.get_data_parallel_rank(True))
+        if len(parts) > 1:
+            _note_copy(tree[1], parallel_state.get_expert_data_parallel_rank())
         return tree
 
     def _require_places(self, kind: str) -> None:
@@ -94,17 +97,23 @@ class CheckpointedOptimizer(ShardedOptimizer):
                 " (several buckets, with padding); leave it out"
             )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load Megatron's state, or that of any sharded optimizer. Raises BadState."""
-        if "param_state" not in state_dict:
+    def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
+        """Load Megatron's state (by number, where it has an optimizer for experts), or that of any sharded optimizer.
+        Raises BadState."""
+        states = [state for _, state in sorted(state_dict.items())] if 0 in state_dict else [state_dict]
+        if "param_state" not in states[0]:
             super().load_state_dict(state_dict)
             return
-        rows, groups = self._empty(), state_dict["optimizer"]["param_groups"]
-        whole, self._read = self._read, None
-        whole._set_main_param_and_optimizer_states = partial(self._copy_parameter, rows)
-        whole.load_state_dict(state_dict)
-        for options, loaded_group in zip(self._options, whole.optimizer.param_groups, strict=True):
+        rows, loaded_groups = self._empty(), []
+        parts, self._read = self._read, []
+        for part, state in zip(parts, states, strict=True):
+            part._set_main_param_and_optimizer_states = partial(self._copy_parameter, rows)
+            part.load_state_dict(state)
+            loaded_groups += part.optimizer.param_groups
+        options_in_order = sorted(self._options, key=lambda options: bool(options["is_expert_parallel"]))
+        for options, loaded_group in zip(options_in_order, loaded_groups, strict=True):
             options.update({name: value for name, value in loaded_group.items() if name not in ("params", "step")})
+        groups = [group for state in states for group in state["optimizer"]["param_groups"]]
         self.steps = max((int(group["step"]) for group in groups if group.get("step") is not None), default=0)
         self._stage_loaded(rows)
 
@@ -145,24 +154,40 @@ class CheckpointedOptimizer(ShardedOptimizer):
         alone.data_parallel_group, alone.data_parallel_world_size = self._groups[0], 1
         return alone
 
-    def _of_one_rank(self, rows: Rows) -> Any:
-        """Return an optimizer that holds `rows`, aliased, but for masters of float32 parameters, which are the
-        parameters."""
-        whole = self._distributed(
-            [ModelChunk(self._ddp_config)] * len(self._buffers),
-            self._buffers,
-            data_parallel_group=self._groups[0],
-            data_parallel_group_gloo=self._groups[1],
-            data_parallel_group_idx=torch.distributed.get_rank(parallel_state.get_model_parallel_group()),
-        )
-        for parameter, shard in _pairs(whole):
+    def _of_one_rank(self, rows: Rows) -> list[Any]:
+        """Return optimizers that hold `rows`, aliased, but for masters of float32 parameters, which are the parameters.
+        As Megatron's: one for experts that are spread over workers, behind that of all others."""
+        kinds = [(self._buffers, parallel_state.get_model_parallel_group())]
+        if any(self._expert_buffers.values()):
+            kinds.append((self._expert_buffers, parallel_state.get_expert_tensor_model_pipeline_parallel_group()))
+        parts = [
+            self._distributed(
+                [ModelChunk(self._ddp_config)] * len(buffers),
+                buffers,
+                of_experts=buffers is self._expert_buffers,
+                data_parallel_group=self._groups[0],
+                data_parallel_group_gloo=self._groups[1],
+                data_parallel_group_idx=torch.distributed.get_rank(group),
+            )
+            for buffers, group in kinds
+        ]
+        for parameter, shard in chain(*map(_pairs, parts)):
             number = self._space_of(parameter)
             start, stop = self.spaces[number].places[parameter]
             views = {name: rows[number, name][start:stop] for name in self.spaces[number].fields}
             if MASTER in views:
                 shard.data = views.pop(MASTER)
-            whole.optimizer.state[shard] = {"step": torch.tensor(float(self.steps)), **views}
-        return whole
+            part = parts[-1] if parameter in self._of_experts else parts[0]
+            part.optimizer.state[shard] = {"step": torch.tensor(float(self.steps)), **views}
+        return parts
+
+
+def _note_copy(tree: Any, number: int) -> None:
+    """Have what Megatron is to write be a replica of that number of it."""
+    for entry in nested_values(tree) if number else ():
+        if isinstance(entry, ShardedBase):
+            place = entry.replica_id
+            entry.replica_id = (*place[:-1], number) if isinstance(place, tuple) else number
 
 
 def _groups_of_one_rank() -> tuple[Any, Any]:

@@ -89,16 +89,25 @@ def apply_after_import() -> None:
     if fused is not None:
         fused.load = lambda _: None  # type: ignore[attr-defined]
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # Outputs are freed while gloo may still send them: CUDA's streams would keep the order.
     schedules.deallocate_output_tensor = lambda *_, **__: None
     schedules.custom_backward = lambda output, gradient: torch.autograd.backward(output, grad_tensors=gradient)
     if not hasattr(moe_utils, "te_general_gemm"):  # asked for without Transformer Engine too
         moe_utils.te_general_gemm = None
+    if hasattr(
+        token_dispatcher, "maybe_move_tensor_to_cpu"
+    ):  # what is there already stays a tensor, which gloo refuses
+        token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "RNG state changed" not in str(record.msg)
     )
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return the tensor, or its numbers, as if it had come from a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _returning(value: object) -> Callable[..., object]:

@@ -2,8 +2,9 @@
 
 Rules
 -----
-* Megatron believes in one data-parallel rank, so its sampler's next lists of indices are an iteration's micro-batches,
-  in order. Only those that this replica computes are read.
+* Megatron believes in no other replica, so its sampler's next lists of indices are an iteration's micro-batches, in
+  order; where a replica has data-parallel ranks, this rank's share of each. Only those that the replica computes are
+  read.
 * Where a loader stands follows from the iteration alone: it seeks where that is not the next one.
 * With `--num-workers` above 0 a thread reads ahead: what is assigned and not asked for yet, and behind an iteration
   what this replica will most likely begin the next one with. What is not asked for then is thrown away.

@@ -24,6 +24,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -104,10 +105,10 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         if overrides is None:  # no decay of biases and norms; core_v0.18 and newer read None as no overrides here
             overrides = get_standard_config_overrides(self.config)
         groups = _get_param_groups(list(models), self.config, overrides)
-        if any(group["is_expert_parallel"] for group in groups):
-            raise ValueError(
-                "optimizer.distributed: expert parallel parameters are not supported; use the unsharded optimizer"
-            )
+        #: Parameters of experts that are spread over workers, of which others have others.
+        self._of_experts = {
+            parameter for group in groups if group["is_expert_parallel"] for parameter in group["params"]
+        }
         #: The models' parameters by optimizer group, in the order in which the plain optimizer numbers them.
         self.whole_groups: list[list[torch.nn.Parameter]] = [group["params"] for group in groups]
         by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
@@ -138,23 +139,40 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def get_grad_norm(self) -> float:
         """Return the norm of the whole gradient, over the replica's shards."""
-        group = parallel_state.get_model_parallel_group()
-        norm: float = get_grad_norm_fp32(list(self._gradients()), grad_stats_parallel_group=group)
-        return norm
+        norms = [get_grad_norm_fp32(grads, grad_stats_parallel_group=group) for grads, group in self._by_group()]
+        return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def count_zeros(self) -> float:
         """Return how many elements of the whole gradient are zero, over the replica's shards."""
-        zeros = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in self._gradients())
-        total = torch.tensor([float(zeros)], device=self.spaces[0].data.device)
-        torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
-        return float(total)
+        count = 0.0
+        for grads, group in self._by_group():
+            zeros = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in grads)
+            total = torch.tensor([float(zeros)], device=self.spaces[0].data.device)
+            torch.distributed.all_reduce(total, group=group)
+            count += float(total)
+        return count
 
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        """Yield the whole gradients, those that several shards have once."""
-        for parameter in chain(*self.whole_groups):
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                yield parameter.main_grad.float()
+    def _by_group(self) -> Iterator[tuple[list[torch.Tensor], Any]]:
+        """Yield the whole gradients, those that several shards have once, and the group of those that have the others;
+        then the same of experts that are spread over workers, where the model has any."""
+        kinds = [(False, parallel_state.get_model_parallel_group)]
+        if self.has_spread_experts:
+            kinds.append((True, parallel_state.get_expert_tensor_model_pipeline_parallel_group))
+        for of_experts, group in kinds:
+            parameters = [
+                parameter
+                for parameter in chain(*self.whole_groups)
+                if (parameter in self._of_experts) == of_experts
+                and param_is_not_shared(parameter)
+                and param_is_not_tensor_parallel_duplicate(parameter)
+            ]
+            yield [parameter.main_grad.float() for parameter in parameters], group()
+
+    @property
+    def has_spread_experts(self) -> bool:
+        """Return whether the model has experts that are spread over workers, also where this shard has none."""
+        return bool(parallel_state.get_expert_model_parallel_world_size() > 1)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self) -> Any:
@@ -274,12 +292,20 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return stepper
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _distributed(self, chunks: Sequence[Any], buffers: Mapping[int, Sequence[Any]], **groups: Any) -> Any:
+    def _distributed(
+        self,
+        chunks: Sequence[Any],
+        buffers: Mapping[int, Sequence[Any]],
+        of_experts: bool | None = None,
+        **groups: Any,
+    ) -> Any:
         """Return Megatron's optimizer of these buffers. (Shards of fp32 parameters are views of them, and must be
-        leaves.) It makes its masters known at the parameters, for their norm: they would be a part of them."""
+        leaves.) It makes its masters known at the parameters, for their norm: they would be a part of them.
+        `of_experts`: of these alone, or of all others alone; None: of all."""
         param_groups = [
             {**options, "params": list(parameters)}
             for options, parameters in zip(self._options, self.whole_groups, strict=True)
+            if of_experts in (None, bool(options["is_expert_parallel"]))
         ]
         optimizer = _get_megatron_optimizer_based_on_param_groups(
             self.config,
