@@ -347,3 +347,13 @@ def test_tracked_losses_travel_with_sum(monkeypatch: pytest.MonkeyPatch) -> None
     assert float(room.sum()) == total and not any(float(value.sum()) for value in tracked)
     trackers.put_back(2 * room)
     assert sum(float(value.sum()) for value in tracked) == 2 * (total - 7.0)
+
+
+def test_tracked_losses_take_as_much_room_as_with_older_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of two versions in one group sum buckets of one length: three losses of experts, one of prediction."""
+    cpu_shim.apply()
+    monkeypatch.delattr(MTPLossLoggingHelper, "save_metrics_to_tracker", raising=False)
+    trackers = Trackers(SimpleNamespace(num_layers=2, num_moe_experts=4))
+    assert trackers.numel == 4 * 2
+    monkeypatch.setattr(MTPLossLoggingHelper, "save_metrics_to_tracker", None, raising=False)  # core_v0.19
+    assert trackers.numel == 7 * 2

@@ -79,7 +79,7 @@ class Trackers:
     @property
     def numel(self) -> int:
         """Return the elements of a sum; 0 where the model has no such losses."""
-        return (len(_EXPERTS) + len(_PREDICTION)) * self._layers if self._any else 0
+        return (len(_EXPERTS) + len(_prediction_names())) * self._layers if self._any else 0
 
     def take(self, room: torch.Tensor) -> None:
         """Move what the trackers hold into `room`."""
@@ -104,7 +104,15 @@ def _values() -> Iterator[torch.Tensor | None]:
 
     experts = _expert_values()
     yield from (experts.get(name) for name in _EXPERTS)
-    yield from (MTPLossLoggingHelper.tracker.get(name) for name in _PREDICTION)
+    yield from (MTPLossLoggingHelper.tracker.get(name) for name in _prediction_names())
+
+
+def _prediction_names() -> tuple[str, ...]:
+    """Return those that this Megatron-core has: an older hook in the group, which knows `values` alone, sums as many
+    elements with it."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    return _PREDICTION if hasattr(MTPLossLoggingHelper, "save_metrics_to_tracker") else _PREDICTION[:1]
 
 
 def _expert_values() -> dict[str, torch.Tensor]:
