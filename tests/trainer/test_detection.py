@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -183,6 +184,15 @@ def test_deviating_environment_is_described() -> None:
     told = determinism.describe_deviation((1, 2), 1, own)
     assert told == f"replicas 1, 2 compute on something else than replica 0 (this one too: {own})"
     assert "this one not" in determinism.describe_deviation((1,), 0, own)
+
+
+def test_environment_names_loaded_release_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases train differently, so a joiner with another is noticed; hooks before this one ran with 0.16 alone."""
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    without = determinism.environment()
+    for version, text in (("0.16.1", ""), ("0.17.0", ", megatron-core 0.17.0"), ("0.19.0", ", megatron-core 0.19.0")):
+        monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__=version))
+        assert determinism.environment() == f"{without}{text}"
 
 
 def test_checksum_is_independent_of_pieces() -> None:

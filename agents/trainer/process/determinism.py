@@ -7,8 +7,9 @@ Rules
 * Bits differ where kernels are not deterministic, or where GPUs are of different types. Then no sum keeps its bits over
   a change of the assignment; one line says so. `require` has the worker end instead; `off` leaves the check out.
 * A worker that joins later computes none twice: all would wait. Each says with its position on what it computes
-  (`environment`: the device's type, the versions, numerics flags, and on the CPU its instructions and threads). Where
-  that is other than the first member's, each member reports it, and with `require` the worker that differs ends.
+  (`environment`: the device's type, the versions of torch, CUDA and megatron-core, numerics flags, and on the CPU its
+  instructions and threads). Where that is other than the first member's, each member reports it, and with `require` the
+  worker that differs ends.
 
 What computes the micro-batch: `hook.py`.
 """
@@ -16,6 +17,7 @@ What computes the micro-batch: `hook.py`.
 from __future__ import annotations
 
 import platform
+import sys
 import zlib
 from collections.abc import Sequence
 
@@ -53,9 +55,16 @@ def environment() -> str:
     """Describe what the bits of this process's kernels depend on."""
     if torch.cuda.is_initialized():
         versions = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {versions}{_flags()}"
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {versions}{_core()}{_flags()}"
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}{_flags()}"
+    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}{_core()}{_flags()}"
+
+
+def _core() -> str:
+    """Name megatron-core's release where the program has loaded it: each trains differently. Of 0.16 nothing is said,
+    as by older hooks, which ran with no other: an upgrade of hooks is no deviation."""
+    version = str(getattr(sys.modules.get("megatron.core"), "__version__", ""))
+    return f", megatron-core {version}" if version and not version.startswith("0.16.") else ""
 
 
 def _flags() -> str:
