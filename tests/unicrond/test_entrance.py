@@ -103,8 +103,9 @@ def test_call_counts_for_the_key_that_the_server_names_last(headers: bytes, is_c
         b"x",
         b"N",
     ],
+    ids=["a line's begin", "the header's begin", "account and key", "x", "N"],  # the key is another in each process
 )
-@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["no end", "an end"])
 def test_caller_is_sought_in_linear_time(filler: bytes, end: bytes) -> None:
     """A search for the whole header from each place took half a minute for a megabyte, and nothing was decided."""
     headers = b"\r\nNats-Request-Info: {" + filler * (1_000_000 // len(filler)) + end
