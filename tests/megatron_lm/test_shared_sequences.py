@@ -32,6 +32,7 @@ CP2 = "--context-parallel-size 2"
 LAYOUTS = {
     "cp 2": "",
     "cp 2 x pp 2": "--pipeline-model-parallel-size 2",
+    "cp 2, averaged by the collective": "--ddp-average-in-collective",
     "cp 2 x tp 2, sequence parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
     "cp 2, per token": "--calculate-per-token-loss",
     "cp 2, rotary": "--position-embedding-type rope",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicrond.agents.trainer.megatron.flags import apply_task_layout, drop_spreading
+from unicrond.agents.trainer.megatron.flags import apply_task_layout, drop_spreading, take_over
 from unicrond.events.vocabulary import TaskSpec
 
 
@@ -82,3 +82,18 @@ def test_spreading_of_megatrons_optimizer_is_dropped() -> None:
     ]
     assert (args.num_distributed_optimizer_instances, args.overlap_param_gather_with_optimizer_step) == (1, False)
     assert list(drop_spreading(args)) == list(drop_spreading(parsed())) == []
+
+
+def test_reduction_inside_replica_sums() -> None:
+    """What the gradients are divided by counts all who share a sequence: an average would divide by them again."""
+    args = parsed(
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=False,
+        exit_duration_in_mins=None,
+        exit_interval=None,
+        exit_signal_handler=False,
+        accumulate_allreduce_grads_in_fp32=True,
+        ddp_average_in_collective=True,
+    )
+    take_over(args, print)
+    assert args.ddp_average_in_collective is False

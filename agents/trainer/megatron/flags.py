@@ -160,6 +160,7 @@ def take_over(args: Any, say: Any) -> ReplacedFlags:
     args.rerun_mode = "disabled"
     args.align_grad_reduce = args.align_param_gather = args.overlap_param_gather = False
     args.exit_duration_in_mins = None
+    args.ddp_average_in_collective = False  # a replica's own reduction is a sum (`buffers.py`)
     if getattr(args, "log_straggler", False):
         args.log_straggler = False
         say("--log-straggler is off: unicrond compares the replicas itself")
