@@ -58,7 +58,12 @@ def spawn_failed(transition: Transition, worker: WorkerId, reason: str) -> None:
 def take_inventory(transition: Transition, inventory: Inventory) -> None:
     """Accept the fork server's inventory: there are no other workers. Exits that it still knows came before this."""
     is_first = transition.state.phase == "adopting" and not transition.state.store_port
-    transition.state = replace(transition.state, store_port=inventory.store_port, separates=inventory.separates)
+    transition.state = replace(
+        transition.state,
+        store_port=inventory.store_port,
+        separates=inventory.separates,
+        degrees=inventory.degrees,
+    )
     listed = {entry.worker: entry for entry in inventory.workers}
     if is_first:
         begin_adoption(transition, frozenset(listed))

@@ -11,6 +11,7 @@ from unicrond.agents.host.task_users import refusal as users_refusal
 from unicrond.agents.protocol.messages import Launch, Spawn
 from unicrond.events.host.task_environment import refusal as variable_refusal
 from unicrond.events.vocabulary import CheckNode, StartWorker, TaskSpec, WorkerId, WorkerStarted
+from unicrond.events.vocabulary.shape import Shape
 
 VOID = "void: it was for an agent that has ended; the coordinator orders anew"
 
@@ -96,11 +97,22 @@ def refusal(transition: Transition, spec: TaskSpec) -> str:
     if refused := next((name for name in spec.env if variable_refusal(name)), ""):
         return f"env.{refused}: {variable_refusal(refused)}"
     if users and not transition.state.separates:
-        return (
-            "the fork server is of an agent without --run-as, and its workers live; drain the node, then uncordon it, "
-            "and a new one starts"
-        )
+        return _of_older_agent("without --run-as")
+    # It would set aside what it does not know, and its hook train in another layout. Those that the task may have
+    # decide in how many lanes it is summed.
+    layouts = (spec.cut, *(layout.shape for layout in spec.layouts))
+    usual = Shape()._asdict()
+    for name in ("cp", "etp"):
+        if name not in transition.state.degrees and any(getattr(layout, name) != usual[name] for layout in layouts):
+            return _of_older_agent(f"that does not know {name}")
     return ""
+
+
+def _of_older_agent(lack: str) -> str:
+    return (
+        f"the fork server is of an agent {lack}, and its workers live; drain the node, then uncordon it, and a new one "
+        "starts"
+    )
 
 
 def spawn(transition: Transition, command: StartWorker, slot: int) -> Spawn:

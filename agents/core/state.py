@@ -153,12 +153,12 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
     #: draining: the coordinator moves its workers away, and after the last one's end the node leaves.
     phase: Literal["adopting", "up", "draining", "leaving", "left"] = "adopting"
     log_seen: bool = False
-    #: The port of the node's rendezvous store; 0: no fork server runs now.
+    #: The port of the node's rendezvous store (0: no fork server runs now), and the one in the newest NodeJoined.
     store_port: int = 0
-    #: The port in the newest NodeJoined.
     joined_port: int = 0
-    #: The fork server can run workers as other users.
+    #: Whether the fork server can run workers as other users, and the degrees of a layout that its hook knows.
     separates: bool = False
+    degrees: tuple[Name, ...] = ()
     links: dict[WorkerId, WorkerLink] = {}
     #: Adopted workers that have not sent Hello yet.
     unheard: frozenset[WorkerId] = frozenset()

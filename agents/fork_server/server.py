@@ -54,6 +54,7 @@ from unicrond.agents.protocol.messages import (
     ToForkServer,
 )
 from unicrond.agents.protocol.peers import agent_schema, plain
+from unicrond.events.vocabulary.shape import Shape
 from unicrond.events.wire.schemas import SCHEMA
 
 logger = logging.getLogger("unicrond.agents.fork_server")
@@ -159,6 +160,7 @@ class ForkServer:
             reserved_memory=self._memories.regions(),
             schema=SCHEMA,
             separates=self._separates,
+            degrees=Shape._fields,
         )
         yield plain(inventory, agent_schema(self._agent_socket))
 

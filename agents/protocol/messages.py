@@ -362,7 +362,8 @@ class Inventory(WireMessage, frozen=True, kw_only=True):
     """Greets every new agent: the store's port, the live workers with their launches' task, the memory held.
 
     `schema`: the one of the log's vocabulary that the fork server reads. `separates`: it has the privilege to run
-    workers as other users, and runs none as its own.
+    workers as other users, and runs none as its own. `degrees`: those of a layout that its hook knows; one of a version
+    before cp says none.
     """
 
     store_port: Annotated[int, Meta(ge=1, le=65535)]
@@ -370,6 +371,7 @@ class Inventory(WireMessage, frozen=True, kw_only=True):
     reserved_memory: tuple[MemoryReserved, ...] = ()
     schema: Positive = 1
     separates: bool = False
+    degrees: tuple[Name, ...] = ()
 
 
 class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

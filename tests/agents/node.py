@@ -70,6 +70,7 @@ from unicrond.events.vocabulary import (
     WorkerReady,
 )
 from unicrond.events.vocabulary.placements import runs_of
+from unicrond.events.vocabulary.shape import Shape
 
 NODE = "n1"
 STORE = StoreAddress(host="127.0.0.1", port=4000)
@@ -233,7 +234,7 @@ class Node:
             InventoryWorker(worker=w, task=w.rpartition(".")[0], pid=p.pid, slot=p.slot)
             for w, p in self.processes.items()
         ]
-        return Inventory(store_port=self.port, workers=tuple(workers))
+        return Inventory(store_port=self.port, workers=tuple(workers), degrees=Shape._fields)
 
     def command(self, command: Command, term: int = 1, age_s: float = 0.0) -> list[Action]:
         return self.feed(Commanded(command=command, term=term, cause=f"c-{command.command_id}", age_s=age_s))

@@ -48,6 +48,7 @@ from unicrond.events.vocabulary import (
     ErrorReported,
     Event,
     HangSuspected,
+    LayoutSpec,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
@@ -998,3 +999,26 @@ def test_node_refuses_unlisted_user(users: tuple[Identity, ...], separates: bool
     assert not node.unforked
     (failed,) = [event for event in node.appended if isinstance(event, CommandFailed)]
     assert why in failed.reason
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TaskSpec(name="a", cp=2, max_workers=2),
+        TaskSpec(name="a", tp=2, ep=2, etp=2, max_workers=4),
+        TaskSpec(name="a", layouts=(LayoutSpec(), LayoutSpec(cp=2))),
+    ],
+    ids=["cp", "etp", "in a layout"],
+)
+def test_node_refuses_layout_that_its_older_fork_server_would_set_aside(node: Node, spec: TaskSpec) -> None:
+    """An agent that takes over after an upgrade keeps the fork server, whose hook would train in another layout."""
+    node.fork_at_once = False
+    node.feed(ForkServerSaid(message=msgspec.structs.replace(node.inventory(), degrees=())))
+    order = msgspec.structs.replace(start("a.1", 1), spec=spec)
+    node.command(order)
+    assert not node.unforked
+    (failed,) = [event for event in node.appended if isinstance(event, CommandFailed)]
+    assert "of an agent that does not know" in failed.reason and "drain the node, then uncordon it" in failed.reason
+    node.feed(ForkServerSaid(message=node.inventory()))
+    node.command(msgspec.structs.replace(order, worker="a.2", command_id="again"))
+    assert [spawn.launch.worker for spawn in node.unforked] == ["a.2"]

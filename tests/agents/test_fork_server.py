@@ -60,6 +60,7 @@ def born(agent: AgentSide, order: Spawn) -> int:
 def test_fork_server_greets_agent_with_inventory_and_store(fork_server: ForkServers, agent: Agents) -> None:
     fork_server()
     inventory = agent().inventory()
+    assert {"cp", "etp"} <= set(inventory.degrees)
     assert inventory.workers == ()
     socket.create_connection(("127.0.0.1", inventory.store_port), timeout=5).close()
 

@@ -18,6 +18,7 @@ from unicrond.agents.protocol.messages import (
     Spawn,
     ToForkServer,
 )
+from unicrond.events.vocabulary.shape import Shape
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.checks.ports import CheckedHost
 from unicrond.replay.simulation.models.memory import NodeMemory
@@ -67,7 +68,7 @@ class SimulatedForkServer:
             InventoryWorker(worker=p.worker, task=p.launch.task, pid=p.pid, slot=p.slot)
             for p in self.processes.values()
         )
-        agent.send(Inventory(store_port=self.port, workers=workers))
+        agent.send(Inventory(store_port=self.port, workers=workers, degrees=Shape._fields))
 
     def lose_agent(self, agent: Pipe[FromForkServer]) -> None:
         """Handle that the connection has ended."""
