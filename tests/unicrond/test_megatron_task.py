@@ -235,10 +235,16 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
             "ep: 2",
             "ep: 2 does not divide tp (1): experts over more workers than that are not for a loop of your own yet",
         ),
+        ("tp: 2\nep: 3", "ep: 3 does not divide tp (2): experts over more workers than that are not for a loop"),
+        ("tp: 4\nep: 2\netp: 1", "etp: is 1, but times ep (2) it must be tp (4) in a loop of your own, which sums"),
+        ("tp: 2\netp: 1", "etp: is 1, but times ep (1) it must be tp (2) in a loop of your own"),
+        ("tp: 2\netp: 4", "etp: is 4, but times ep (1) it must be tp (2) in a loop of your own"),
+        ("tp: 2\netp: 3", "etp: is 3, but times ep (1) it must be tp (2) in a loop of your own"),
     ):
         with pytest.raises(TaskFileError) as caught:
-            loads(f"name: a\nentry: {script}\n{wrong}\nmin_workers: 2\nmax_workers: 4")
+            loads(f"name: a\nentry: {script}\n{wrong}\nmin_workers: 4\nmax_workers: 8")
         assert reason in str(caught.value)
+        assert "data-parallel" not in str(caught.value), "it says what is at fault, and no more"
 
 
 @pytest.mark.parametrize(

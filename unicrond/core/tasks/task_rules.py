@@ -152,19 +152,22 @@ def _inside(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
         yield FieldFault(("vpp",), f"is {shape.vpp}, but chunks of a stage are interleaved from pp 2 on; use vpp 1")
     if spec.entry != megatron_lm.ENTRY:
         yield from _of_own_loop(shape)
-    if spec.micro_batches_in(shape) * (shape.micro_batch or spec.micro_batch) * shape.data != spec.global_batch:
+    elif spec.micro_batches_in(shape) * (shape.micro_batch or spec.micro_batch) * shape.data != spec.global_batch:
         yield from _not_shared(spec, shape)
 
 
 def _of_own_loop(shape: Shape) -> Iterator[FieldFault]:
     """Yield what a loop of one's own cannot have: nothing in it gives each worker its part of a sequence or of a
-    replica's samples."""
+    replica's samples, or sums what several workers have of one expert."""
     fix = f"use 1, or entry: {megatron_lm.ENTRY}"
     if shape.cp > 1:
         yield FieldFault(("cp",), f"is {shape.cp}, but context parallelism is not for a loop of your own yet; {fix}")
-    if shape.data > 1:
+    if shape.tp % shape.ep:
         text = f"{shape.ep} does not divide tp ({shape.tp}): experts over more workers than that are not for a loop"
         yield FieldFault(("ep",), f"{text} of your own yet; use a divisor of tp, or entry: {megatron_lm.ENTRY}")
+    elif shape.ep * shape.expert_tp != shape.tp:
+        text = f"is {shape.etp}, but times ep ({shape.ep}) it must be tp ({shape.tp}) in a loop of your own, which sums"
+        yield FieldFault(("etp",), f"{text} no copies of an expert; leave it out, or entry: {megatron_lm.ENTRY}")
 
 
 def _not_shared(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
