@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
@@ -104,6 +105,17 @@ def test_page_shows_gpu_type_of_nodes_and_mixed_tasks() -> None:
     cluster.append(v.TaskCancelled(task="big", reason="test"), "api", cluster.state.term)
     cluster.run()
     assert [task["gpu"] for task in view(cluster.state)["tasks"]] == [""], "a task that has ended is on none"
+
+
+def test_page_takes_size_of_replica_from_head() -> None:
+    """Not from tp and pp, which are not all of it."""
+    state = healed_cluster().state
+    task = state.tasks["big"]
+    state = replace(state, tasks={"big": replace(task, spec=replace(task.spec, cp=3))})
+    (shown,) = view(state)["tasks"]
+    assert (shown["workers"], shown["replica_workers"]) == (3, 3)
+    page = (STATIC / "tasks.js").read_text()
+    assert "${task.workers / task.replica_workers}" in page and "point.replicas * task.replica_workers" in page
 
 
 def test_page_view_hides_secrets() -> None:

@@ -135,6 +135,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
         "max_workers": spec.max_workers,
         "tp": spec.tp,
         "pp": spec.pp,
+        "replica_workers": spec.replica_workers,
         "layout": str(spec.shape),
         "generation": task.generation,
         "whole": task.confirmed and task.all_able,

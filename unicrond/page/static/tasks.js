@@ -28,7 +28,7 @@ export class Tasks {
         h("span", { class: STATUS[task.status] }, task.status, task.status === "active" && !task.whole && h("span", { class: "warn" }, task.workers ? " (regrouping)" : " (no workers)")),
         `${task.workers} of ${task.min_workers}..${task.max_workers}`, `${task.iteration} / ${task.iterations} (${percent(task.iteration / task.iterations, 1)})`,
         task.loss === null ? "-" : task.loss.toFixed(4), task.step_us ? span(task.step_us) : "-", si(task.tokens_per_s), si(task.flops, "FLOP/s"), task.flops && peak() ? percent(task.flops / task.workers / (peak() * 1e12), 1) : "-", worth(view, task.waf),
-        task.eta_us === null ? "-" : span(task.eta_us), `${task.layout}, dp ${task.workers / (task.tp * task.pp)}`, ...(types ? [task.gpu || "-"] : [])])) : h("p", {}, "No task yet: unicronctl submit examples/big.yaml"),
+        task.eta_us === null ? "-" : span(task.eta_us), `${task.layout}, replicas ${task.workers / task.replica_workers}`, ...(types ? [task.gpu || "-"] : [])])) : h("p", {}, "No task yet: unicronctl submit examples/big.yaml"),
     view.tasks.map((task, at) => this.course(task, at)));
   }
 
@@ -54,7 +54,7 @@ export class Tasks {
   course(task, at) {
     const points = this.courses.get(task.name) ?? [];
     return h("div", { class: "panel" }, h("h3", {}, task.name), task.reason && h("p", {}, task.reason),
-      points.length > 1 ? h("div", { class: "cards" }, [["loss", (point) => point.loss, (value) => value.toFixed(3)], ["step time", (point) => point.step, span], ["workers", (point) => point.replicas * task.tp * task.pp, String]].map(
+      points.length > 1 ? h("div", { class: "cards" }, [["loss", (point) => point.loss, (value) => value.toFixed(3)], ["step time", (point) => point.step, span], ["workers", (point) => point.replicas * task.replica_workers, String]].map(
         ([name, value, text]) => spark(name, points.map((point) => [point.us, value(point)]).filter(([, y]) => y !== null), text, colourOf(at)))) : h("p", { class: "faint" }, "no steps among the entries here"),
       h("p", { class: "faint" }, `weight ${task.weight}, generation ${task.generation}, newest checkpoint after iteration ${task.checkpoint}${task.stragglers ? `, ${task.stragglers} stragglers` : ""}`),
       task.healing && h("p", { class: "faint" }, `healing is ${task.healing}`),
