@@ -213,6 +213,8 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
     cut = degrees(line)
     if cut.vpp > 1 and (extra := next((flag for flag in NOT_INTERLEAVED if flag in line.flags), "")):
         raise BadFlags(f"{CHUNKS_FLAGS[0]}: not with {extra} yet; leave it out")
+    if "--num-experts" in line.flags and (problem := unsummed_copies(cut)):
+        raise BadFlags(f"--expert-tensor-parallel-size: {problem}")
     global_batch = _global_batch(line)
     return TrainingFlags(
         tp=cut.tp,
@@ -234,6 +236,14 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
         distributed="--use-distributed-optimizer" in line.flags,
         notes=tuple(_notes(line)),
     )
+
+
+def unsummed_copies(shape: Shape) -> str:
+    """Say how copies of an expert would drift apart, and what to do; "" where Megatron sums them. With ep 1 it sums
+    experts over the ranks over which it sums all else, however it has cut them."""
+    if shape.ep > 1 or shape.expert_tp == shape.tp:
+        return ""
+    return f"{shape.expert_tp} is not tp ({shape.tp}): with ep 1 Megatron sums no copies of an expert; leave it out"
 
 
 def degrees(line: CommandLine) -> Shape:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from unicrond.events.megatron.command_line import NOT_INTERLEAVED, BadFlags, CommandLine, degrees
+from unicrond.events.megatron.command_line import NOT_INTERLEAVED, BadFlags, CommandLine, degrees, unsummed_copies
 from unicrond.events.vocabulary.shape import Shape
 
 #: The script whose states have been cut anew.
@@ -134,6 +134,8 @@ class LayoutRules:
         ep, parts = shape.ep, shape.expert_tp
         if ep > 1 and self.bars_ep:
             yield f"{self.bars_ep}; use ep 1"
+        if self.experts > 1 and (problem := unsummed_copies(shape)):
+            yield f"etp: {problem}"
         if self.experts % ep:
             yield f"--num-experts: {self.experts} do not divide among ep ({ep}); use another ep"
         name = "etp" if shape.etp else "tp / ep"

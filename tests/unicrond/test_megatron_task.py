@@ -71,6 +71,11 @@ def test_megatron_takes_last_of_repeated_flags() -> None:
             FLAGS + " --num-layers-per-virtual-pipeline-stage 1 --num-experts 4",
             "--num-layers-per-virtual-pipeline-stage: not with --num-experts yet; leave it out",
         ),
+        (
+            FLAGS + " --num-experts 4 --expert-tensor-parallel-size 1",
+            "--expert-tensor-parallel-size: 1 is not tp (2): with ep 1 Megatron sums no copies of an expert; leave it",
+        ),
+        (FLAGS + " --num-experts 4 --expert-tensor-parallel-size 4", "--expert-tensor-parallel-size: 4 is not tp (2)"),
         (FLAGS + " --train-samples 3", "--train-samples: fewer than one global batch of 16"),
     ],
 )
@@ -89,6 +94,7 @@ def test_megatron_refuses_unsupported_flag_by_name(flags: str, reason: str) -> N
         "--dataloader-type cyclic",
         "--expert-model-parallel-size=1",
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --num-experts 4",
+        "--expert-tensor-parallel-size 1",
     ],
 )
 def test_megatron_accepts_harmless_values_of_unsupported_flags(flags: str) -> None:
@@ -209,9 +215,10 @@ def test_context_parallel_workers_are_part_of_replica() -> None:
 
 
 def test_experts_cut_otherwise_than_tp_over_ep_stand_in_task() -> None:
-    flags = SMALL + EXPERTS + " --expert-tensor-parallel-size"
-    assert loads(task(f"{flags} 1", min_workers=4, max_workers=4)).shape == Shape(2, 2, etp=1)
-    assert loads(task(f"{flags} 2", min_workers=4, max_workers=4)).shape == Shape(2, 2)
+    """Over 2 workers of each of the 2 parts of a sequence."""
+    flags = SMALL + EXPERTS + " --context-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size"
+    assert loads(task(f"{flags} 2", min_workers=8, max_workers=8)).shape == Shape(2, 2, ep=2, cp=2, etp=2)
+    assert loads(task(f"{flags} 1", min_workers=8, max_workers=8)).shape == Shape(2, 2, ep=2, cp=2)
 
 
 def test_experts_over_more_workers_than_tp_make_replica_larger() -> None:
@@ -271,6 +278,7 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
         (SMALL + EXPERTS, "[{tp: 2, ep: 3}]", "layouts[0]: --num-experts: 4 do not divide among ep (3); use another"),
         (SMALL + " --num-experts 3", "[{tp: 2, ep: 2}]", "layouts[0]: --num-experts: 3 do not divide among ep (2)"),
         (SMALL + EXPERTS, "[{tp: 4}]", "layouts[0]: --moe-ffn-hidden-size: 6 does not divide among tp / ep (4)"),
+        (SMALL + EXPERTS, "[{tp: 2, pp: 1, ep: 1, etp: 1}]", "layouts[0]: etp: 1 is not tp (2): with ep 1 Megatron"),
         (FLAGS, "[{pp: 3}]", "layouts[0]: --num-layers: 4 does not divide among pp (3)"),
         (FLAGS + " --group-query-attention --num-query-groups 2", "[{tp: 4}]", "layouts[0]: --num-query-groups: 2"),
         (
