@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,29 @@ def test_flags_follow_layout_of_task(flags: dict[str, int], fields: dict[str, in
     args = parsed(**flags)
     list(apply_task_layout(args, task(**fields)))
     assert inner(args) == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "connections"),
+    [
+        ({}, {}, None),  # what the flags' own layout needs, a person has set
+        ({}, {"tp": 4}, "1"),
+        ({}, {"tp": 1}, None),
+        ({"tensor_model_parallel_size": 1}, {"tp": 1, "cp": 2}, "1"),
+        ({"context_parallel_size": 2}, {"cp": 1}, "1"),  # tp is 2
+    ],
+)
+def test_other_layout_has_connections_that_megatron_asserts(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, int], fields: dict[str, int], connections: str | None
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "of the machine")  # so that it is put back
+    monkeypatch.delenv(name)
+    list(apply_task_layout(parsed(**flags), task(**fields)))
+    assert os.environ.get(name) == connections
+    monkeypatch.setenv(name, "8")
+    list(apply_task_layout(parsed(**flags), task(**fields)))
+    assert os.environ[name] == "8", "a person's value stays"
 
 
 def test_spreading_of_megatrons_optimizer_is_dropped() -> None:

@@ -60,7 +60,9 @@ def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
         if padded_to % spec.tp:
             raise FlagsRefused(f"args: --make-vocab-size-divisible-by: {padded_to} does not divide among tp {spec.tp}")
         args.make_vocab_size_divisible_by = padded_to // spec.tp
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of tp above 1 Megatron asks for it
+    flags_cut = (args.tensor_model_parallel_size, args.context_parallel_size)
+    if flags_cut != (spec.tp, spec.cp) and max(spec.tp, spec.cp) > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it, up to Hopper
     for name, expected in (
         ("tensor_model_parallel_size", spec.tp),
         ("pipeline_model_parallel_size", spec.pp),
