@@ -106,8 +106,8 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Return the layout."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp)
+        """Return the layout, in its one form."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp).plain
 
 
 class GpuSpec(Value, frozen=True, kw_only=True):
@@ -199,8 +199,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
 
     @property
     def cut(self) -> Shape:
-        """Return the layout, as far as a state depends on it."""
-        return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1, cp=self.cp, etp=self.etp)
+        """Return the layout, in its one form, as far as a state depends on it."""
+        return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1, cp=self.cp, etp=self.etp).plain
 
     @property
     def shape(self) -> Shape:

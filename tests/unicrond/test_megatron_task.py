@@ -8,10 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from unicrond.core.nodes.gpu_types import spec_on
+from unicrond.core.tasks.reshaping import is_in_place
+from unicrond.core.tasks.reshaping import layouts_of as layouts_of_task
 from unicrond.core.tasks.task_rules import nearest, spec_faults
 from unicrond.ctl.main import main
 from unicrond.events.megatron.command_line import BadFlags, CommandLine, read_training_flags
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary import LayoutSpec, ReshapeRequested, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.intake.task_file import TaskFileError, load, loads
 
@@ -219,6 +221,19 @@ def test_experts_cut_otherwise_than_tp_over_ep_stand_in_task() -> None:
     flags = SMALL + EXPERTS + " --context-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size"
     assert loads(task(f"{flags} 2", min_workers=8, max_workers=8)).shape == Shape(2, 2, ep=2, cp=2, etp=2)
     assert loads(task(f"{flags} 1", min_workers=8, max_workers=8)).shape == Shape(2, 2, ep=2, cp=2)
+
+
+def test_parts_of_experts_that_are_usual_are_not_another_layout() -> None:
+    """`etp` may say what tp and ep say: the file agrees with its flags, and the layout is no second one."""
+    bounds = {"min_workers": 4, "max_workers": 4}
+    flags = f"{SMALL}{EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    assert loads(task(flags, etp=1, **bounds)) == loads(task(flags, **bounds))
+    with pytest.raises(TaskFileError, match="etp: 2, but the flags in args say 0; leave it out here"):
+        loads(task(flags, etp=2, **bounds))
+    own = TaskSpec(name="lm", tp=4, ep=2, etp=2, max_workers=8, layouts=(LayoutSpec(tp=4, ep=2, etp=2),))
+    assert own.shape == own.layouts[0].shape == Shape(4, ep=2) and layouts_of_task(own) == [Shape(4, ep=2)]
+    asked = ReshapeRequested(task="lm", **Shape(4, ep=2)._asdict(), min_workers=4, max_workers=4, reason="")
+    assert is_in_place(own, asked), "a bare change of bounds"
 
 
 def test_experts_over_more_workers_than_tp_make_replica_larger() -> None:

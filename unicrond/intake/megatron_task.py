@@ -32,6 +32,9 @@ def take(data: dict[str, Any]) -> list[FieldFault]:
         flags = read_training_flags(CommandLine.parse(args))
     except BadFlags as error:
         return [FieldFault(("args",), str(error))]
+    etp = data.get("etp")
+    if type(etp) is int and flags.shape._replace(etp=etp).plain == flags.shape:
+        data["etp"] = flags.etp  # the same in other words
     faults = []
     for part, names in ((data, _FIELDS), (data.setdefault("model", {}), _SIZES)):
         if isinstance(part, dict):

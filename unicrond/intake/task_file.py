@@ -117,6 +117,7 @@ def parse_task(data: Any) -> tuple[TaskSpec | None, list[FieldFault]]:
     if task_faults:
         return None, task_faults
     spec = layouts.fill_gpu_layouts(msgspec.convert(data, TaskSpec, strict=True), data)
+    spec = replace(spec, etp=spec.cut.etp)
     task_faults = [] if is_asked and wish != "fixed" else task_problems(spec, is_file=is_file)
     if task_faults:
         return None, task_faults
