@@ -223,6 +223,16 @@ def test_experts_cut_otherwise_than_tp_over_ep_stand_in_task() -> None:
     assert loads(task(f"{flags} 1", min_workers=8, max_workers=8)).shape == Shape(2, 2, ep=2, cp=2)
 
 
+def test_experts_over_tp_and_cp_stay_over_as_many_workers() -> None:
+    """Where tp and cp have room for them: a reshape that names only pp says nothing of the experts."""
+    flags = f"{SMALL} --num-experts 8 --moe-ffn-hidden-size 6 --context-parallel-size 4"
+    flags += " --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+    spec = loads(task(flags, min_workers=16, max_workers=16))
+    assert spec.shape == Shape(2, 2, cp=4, ep=8)
+    assert nearest(spec, 2, 1) == Shape(2, 1, cp=4, ep=8) and nearest(spec, 4, 1) == Shape(4, 1, cp=4, ep=8)
+    assert nearest(spec, 1, 2) == Shape(1, 2, cp=4, ep=4), "there is room for half as many"
+
+
 def test_parts_of_experts_that_are_usual_are_not_another_layout() -> None:
     """`etp` may say what tp and ep say: the file agrees with its flags, and the layout is no second one."""
     bounds = {"min_workers": 4, "max_workers": 4}

@@ -219,7 +219,8 @@ def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
     current = spec.cut
     if (tp, pp) == (current.tp, current.pp):
         return current
-    inside = [ep for ep in range(min(current.ep, tp), 0, -1) if tp % ep == 0]
+    room = tp * current.cp
+    inside = [ep for ep in range(min(current.ep, room), 0, -1) if room % ep == 0]
     as_now = [current._replace(tp=tp, pp=pp).plain] if current.data > 1 or current.etp else []
     alike = [*as_now, *(Shape(tp, pp, ep=ep, cp=current.cp) for ep in inside)]
     fewer = (shape._replace(vpp=vpp) for vpp in range(current.vpp if pp > 1 else 1, 0, -1) for shape in alike)
