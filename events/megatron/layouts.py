@@ -72,7 +72,7 @@ class LayoutRules:
     `flags_layout`: the layout that its flags give. `divided_by_tp`: sizes, by the words that name them;
     `experts_divided`: those that tp / ep must divide. `layers`, `experts`: how many; 1 expert where a layer has none.
     `seq`: tokens of a sample. `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out
-    vpp, ep above 1.
+    vpp, ep above 1, and parts of experts.
     `binding_tp`, `binding_pp`: flags with which tp, or pp and vpp, stay as they are. `rigid`: why the whole layout
     stays. `untried`: why `auto` chooses no other, "" where it may.
     """
@@ -134,6 +134,8 @@ class LayoutRules:
         ep, parts = shape.ep, shape.expert_tp
         if ep > 1 and self.bars_ep:
             yield f"{self.bars_ep}; use ep 1"
+        if self.bars_ep and shape.etp not in (0, self.flags_layout.etp):
+            yield f"{self.bars_ep}; leave etp out"
         if self.experts > 1 and (problem := unsummed_copies(shape)):
             yield f"etp: {problem}"
         if self.experts % ep:

@@ -216,6 +216,11 @@ def test_context_parallel_workers_are_part_of_replica() -> None:
         loads(task(flags, min_workers=4, max_workers=16))
 
 
+def test_model_without_experts_has_one_layout_whatever_etp_says() -> None:
+    listed = loads(task(FLAGS, min_workers=4, max_workers=16, layouts="[{tp: 4, etp: [1, 2, 4]}]")).layouts
+    assert [layout.shape for layout in listed] == [Shape(2, 2), Shape(4)]
+
+
 def test_experts_cut_otherwise_than_tp_over_ep_stand_in_task() -> None:
     """Over 2 workers of each of the 2 parts of a sequence."""
     flags = SMALL + EXPERTS + " --context-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size"
@@ -300,6 +305,7 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
             "layouts[0]: --seq-length: 256 does not divide in 6 pieces for cp (3); use another",
         ),
         (FLAGS, "[{ep: 2}]", "layouts[0]: --num-experts: is not given; use ep 1"),
+        (FLAGS, "[{tp: 4, etp: [1, 2]}]", "layouts[0]: --num-experts: is not given; leave etp out"),
         (SMALL + EXPERTS, "[{tp: 2, ep: 3}]", "layouts[0]: --num-experts: 4 do not divide among ep (3); use another"),
         (SMALL + " --num-experts 3", "[{tp: 2, ep: 2}]", "layouts[0]: --num-experts: 3 do not divide among ep (2)"),
         (SMALL + EXPERTS, "[{tp: 4}]", "layouts[0]: --moe-ffn-hidden-size: 6 does not divide among tp / ep (4)"),
