@@ -2,11 +2,12 @@
 
 Rules
 -----
-* Nothing is said against the flags' own layout: that is Megatron's affair.
+* Nothing is said against the flags' own layout, which is Megatron's affair, but that the sequence must divide among cp
+  workers: Megatron would say so in every worker.
 * Another must divide what Megatron divides. The vocabulary is padded as for the flags' own tp, so that the model is the
   same in every layout (`agents/trainer/megatron/flags.py`), and must divide as it was padded.
-* What cuts the stages by hand binds pp and vpp, what needs a certain tp binds that. Nobody has tried to cut some kinds
-  of models and states anew (`untried`): a person may ask for it, `auto` does not.
+* What cuts the stages by hand binds pp and vpp, what needs a certain tp or cp binds that. Nobody has tried to cut some
+  kinds of models and states anew (`untried`): a person may ask for it, `auto` does not.
 * A stage's layers divide among its vpp chunks; Megatron interleaves from two stages on, without overlap of their
   communication from three. Experts divide over ep workers, and each is cut in etp parts there. A sequence divides among
   cp workers, each of which takes two pieces of it.
@@ -26,6 +27,7 @@ from unicrond.events.vocabulary.shape import Shape
 #: The script whose states have been cut anew.
 _TRIED_SCRIPT = "pretrain_gpt.py"
 _BIND_TP = ("--tp-comm-overlap", "--distribute-saved-activations")
+_BIND_CP = ("--hierarchical-context-parallel-sizes",)
 _BIND_PP = (
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
@@ -73,8 +75,8 @@ class LayoutRules:
     `experts_divided`: those that tp / ep must divide. `layers`, `experts`: how many; 1 expert where a layer has none.
     `seq`: tokens of a sample. `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out
     vpp, ep above 1, and parts of experts.
-    `binding_tp`, `binding_pp`: flags with which tp, or pp and vpp, stay as they are. `rigid`: why the whole layout
-    stays. `untried`: why `auto` chooses no other, "" where it may.
+    `binding_tp`, `binding_cp`, `binding_pp`: flags with which tp, cp, or pp and vpp, stay as they are. `rigid`: why the
+    whole layout stays. `untried`: why `auto` chooses no other, "" where it may.
     """
 
     flags_layout: Shape
@@ -85,6 +87,7 @@ class LayoutRules:
     bars_vpp: str
     bars_ep: str
     binding_tp: tuple[str, ...]
+    binding_cp: tuple[str, ...]
     binding_pp: tuple[str, ...]
     needs_sequence_parallel: bool
     sequence_parallel: bool
@@ -101,13 +104,16 @@ class LayoutRules:
     def _problems(self, shape: Shape) -> Iterator[str]:
         tp, pp, vpp, *_ = shape
         flags_layout = self.flags_layout
+        tp_pieces = tp if self.sequence_parallel and shape != flags_layout else 1
+        if shape.cp > 1 and self.seq % (pieces := 2 * shape.cp * tp_pieces):
+            yield f"--seq-length: {self.seq} does not divide in {pieces} pieces for cp ({shape.cp}); use another cp"
         if shape == flags_layout:
             return
         if self.rigid:
             yield f"{self.rigid}; keep {flags_layout}"
-        bound = (("tp", tp, flags_layout.tp, self.binding_tp), ("pp", pp, flags_layout.pp, self.binding_pp))
-        for name, degree, flags_degree, binding in (*bound, ("vpp", vpp, flags_layout.vpp, self.binding_pp)):
-            if degree != flags_degree and binding:
+        bindings = {"tp": self.binding_tp, "cp": self.binding_cp, "pp": self.binding_pp, "vpp": self.binding_pp}
+        for name, binding in bindings.items():
+            if binding and getattr(shape, name) != (flags_degree := getattr(flags_layout, name)):
                 yield f"{binding[0]}: binds {name} to {flags_degree}; keep that"
         if tp > 1 and self.needs_sequence_parallel:
             yield "--num-experts: with tp above 1 they need --sequence-parallel; add it, or use tp 1"
@@ -118,8 +124,6 @@ class LayoutRules:
             yield f"--num-layers: {self.layers} does not divide among pp ({pp}); use another pp"
         if vpp > 1:
             yield from self._uninterleaved(pp, vpp)
-        if shape.cp > 1 and self.seq % (pieces := 2 * shape.cp * (tp if self.sequence_parallel else 1)):
-            yield f"--seq-length: {self.seq} does not divide in {pieces} pieces for cp ({shape.cp}); use another cp"
         yield from self._experts_apart(shape)
 
     def _uninterleaved(self, pp: int, vpp: int) -> Iterator[str]:
@@ -177,6 +181,7 @@ def _read(line: CommandLine) -> LayoutRules:
         bars_vpp=next((flag for flag in NOT_INTERLEAVED if flag in line.flags), ""),
         bars_ep=_ep_bar(line),
         binding_tp=tuple(flag for flag in _BIND_TP if flag in line.flags),
+        binding_cp=tuple(flag for flag in _BIND_CP if flag in line.flags),
         binding_pp=tuple(flag for flag in _BIND_PP if flag in line.flags),
         needs_sequence_parallel="--num-experts" in line.flags and "--sequence-parallel" not in line.flags,
         sequence_parallel="--sequence-parallel" in line.flags,

@@ -176,6 +176,7 @@ def shapes_of(flags: str, **fields: object) -> list[Shape]:
 
 
 CHUNKS = " --num-layers-per-virtual-pipeline-stage 1"
+CP4 = " --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
 EXPERTS = " --num-experts 4 --moe-ffn-hidden-size 6"
 
 
@@ -214,6 +215,9 @@ def test_context_parallel_workers_are_part_of_replica() -> None:
     assert [layout.shape for layout in listed] == [Shape(2, 2), Shape(2), Shape(2, cp=2), Shape(2, 2, cp=2)]
     with pytest.raises(TaskFileError, match=r"min_workers: 4 is not a multiple of tp \* pp \* cp = 2 \* 2 \* 2; use 8"):
         loads(task(flags, min_workers=4, max_workers=16))
+    assert loads(task(FLAGS.replace("256", "248") + CP4, min_workers=16, max_workers=16)).cp == 4
+    with pytest.raises(TaskFileError, match=r"args: --seq-length: 250 does not divide in 8 pieces for cp \(4\)"):
+        loads(task(FLAGS.replace("256", "250") + CP4, min_workers=16, max_workers=16))
 
 
 def test_model_without_experts_has_one_layout_whatever_etp_says() -> None:
@@ -303,6 +307,11 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
             FLAGS,
             "[{tp: 2, cp: 3}]",
             "layouts[0]: --seq-length: 256 does not divide in 6 pieces for cp (3); use another",
+        ),
+        (
+            FLAGS + CP4,
+            "[{tp: 2, cp: 2}]",
+            "layouts[0]: --hierarchical-context-parallel-sizes: binds cp to 4; keep that",
         ),
         (FLAGS, "[{ep: 2}]", "layouts[0]: --num-experts: is not given; use ep 1"),
         (FLAGS, "[{tp: 4, etp: [1, 2]}]", "layouts[0]: --num-experts: is not given; leave etp out"),
