@@ -286,6 +286,8 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
             loads(f"name: a\nentry: {script}\n{wrong}\nmin_workers: 4\nmax_workers: 8")
         assert reason in str(caught.value)
         assert "data-parallel" not in str(caught.value), "it says what is at fault, and no more"
+    file = f"name: a\nentry: {script}\ntp: 4\nep: 2\nmin_workers: 4\nmax_workers: 8"
+    assert loads(f"{file}\netp: 2") == loads(file), "where etp says the same, the task is the same"
 
 
 @pytest.mark.parametrize(
