@@ -8,7 +8,9 @@ from msgspec.structs import replace
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_hangs import corrupt
 from tests.unicrond.test_program_faults import cluster_of, crash_until_over, end, poison, said, steps_of
+from unicrond.core.deciding import response
 from unicrond.core.faults import local_faults
+from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import TaskStatus
 from unicrond.display.describe import describe_object
 from unicrond.events import vocabulary as v
@@ -406,3 +408,64 @@ def test_program_whose_replicas_differ_anywhere_accuses_no_node() -> None:
     assert [event.node for event in said(cluster, v.NodeIsolated)] == ["n0"], (
         "the first alone, while it was the only one"
     )
+
+
+def test_replica_of_two_workers_on_a_node_is_convicted_once() -> None:
+    cluster = MiniCluster(1, check_s=0.0)
+    for number in range(4):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
+    cluster.run()
+    cluster.train("big", 20)
+    before, bad = members(cluster), node_of(cluster, 2)
+    for number, suspect in ((0, 2), (4, 2), (1, 3), (5, 3)):
+        corrupt(cluster, before[suspect], "checksum", reporter=number, iteration=21)
+    assert cluster.state.tasks["big"].troubles.local_faults[bad].refuted == 1
+    cluster.run()
+    assert not said(cluster, v.NodeIsolated)
+
+
+def test_replica_on_two_nodes_accuses_neither() -> None:
+    cluster = MiniCluster(1, check_s=60.0)
+    for number in range(7):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", pp=2, min_workers=2, max_workers=6)
+    cluster.run()
+    cluster.train("big", 20)
+    before = members(cluster)
+    for number in (0, 4):
+        corrupt(cluster, before[2], "checksum", reporter=number, iteration=21)
+    cluster.run()
+    assert before[2] not in members(cluster), "it is replaced all the same"
+    assert not faults(cluster, "big") and not said(cluster, v.NodeIsolated)
+
+
+def test_flipped_bits_long_apart_are_no_bad_chip() -> None:
+    cluster = trained(4, check_s=0.0)
+    bad = node_of(cluster, 1)
+    convict(cluster, bad)
+    fault = cluster.state.tasks["big"].troubles.local_faults[bad]
+    assert fault.refuted == 1
+    worker = replace(next(iter(cluster.state.tasks["big"].workers.values())), node=bad)
+    later_us = fault.at_us + local_faults.TOGETHER_US
+    for at_us, times in ((later_us, 2), (later_us + 1, 1)):
+        task = local_faults.convicted(cluster.state.tasks["big"], worker, "differs", at_us)
+        assert task.troubles.local_faults[bad].refuted == times
+
+
+def test_conviction_alone_takes_one_node_at_a_time() -> None:
+    """Two tasks accuse a node each, of which each could be spared alone."""
+    cluster = MiniCluster(1, check_s=60.0)
+    for number in range(8):
+        cluster.add_host(f"n{number}")
+    for name in ("big", "other"):
+        cluster.submit(name, min_workers=3, max_workers=4)
+    cluster.run()
+    for name in ("big", "other"):
+        cluster.train(name, 20)
+    suspects = {name: members(cluster, name)[1] for name in ("big", "other")}
+    for name, suspect in suspects.items():
+        for number in (0, 2, 3):
+            corrupt(cluster, suspect, "checksum", reporter=number, iteration=21, task=name)
+    isolations = list(response.isolations(Survey(cluster.state, cluster.policy)))
+    assert len(isolations) == 1

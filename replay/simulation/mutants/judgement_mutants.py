@@ -162,11 +162,10 @@ def _forget_convictions() -> None:
     def make(convicted: Any) -> Any:
         """Wrap `convicted`."""
 
-        def newest_alone(task: Any, node: str, *rest: Any) -> Any:
-            """Note the conviction as if no replica on another node had been convicted before."""
-            task = convicted(task, node, *rest)
-            only = {node: task.troubles.convictions_us[node]}
-            return msgspec.structs.replace(task, troubles=msgspec.structs.replace(task.troubles, convictions_us=only))
+        def newest_alone(task: Any, *conviction: Any) -> Any:
+            """Note the conviction as if no replica had been convicted before."""
+            troubles = msgspec.structs.replace(task.troubles, convictions_us={})
+            return convicted(msgspec.structs.replace(task, troubles=troubles), *conviction)
 
         return newest_alone
 

@@ -204,7 +204,7 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
     state, policy = survey.state, survey.policy
     faults = [fault for task in state.active for fault in _faulty_nodes(survey, task)]
     faults += local_faults.accused_nodes(state)
-    faults += [(name, why) for name, why in local_faults.nodes_to_check(state) if _can_spare(survey, state.nodes[name])]
+    faults += _node_to_check(survey)
     if not _has_other_node(state, {node for node, _ in faults}):
         faults = []
     window_us = int(policy.flap_window_s * _SECOND_US)
@@ -229,6 +229,18 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
             reasons.append(holds[node.name].reason)
         if reasons:
             yield node.name, reasons[0]
+
+
+def _node_to_check(survey: Survey) -> list[tuple[str, str]]:
+    """Return the node, if there is one, that a conviction of other bits alone sends to its health check, and why: one
+    at a time, and none with the last half of what the brakes allow."""
+    state = survey.state
+    for name, reason in local_faults.nodes_to_check(state):
+        recent = len(brakes.within_hour(state.isolations_us, state.now_us))
+        is_other_out = any(node.isolation.active for node in state.nodes.values())
+        if not is_other_out and 2 * recent < state.brakes.isolations_per_hour and _can_spare(survey, state.nodes[name]):
+            return [(name, reason)]
+    return []
 
 
 def _faulty_nodes(survey: Survey, task: Task) -> Iterator[tuple[str, str]]:

@@ -14,12 +14,15 @@ Rules
   Do they commit that iteration without the node, it is refuted: the node's, at once, and not forgotten when the task is
   calm there; a second one on the node isolates it. Where no member had survived, or another one of the node has
   computed it, nothing is refuted, and the rules above hold. An isolated node is checked as any other, and comes back.
-* A replica that is convicted of other bits (folding/suspicions.py) is refuted likewise: the majority has computed the
-  same from the same. Such a node goes to its health check at once where there is a check, which tells a flipped bit
-  from a bad chip, and where nobody pays for it: no other task has workers there, and every task keeps its minimum. Else
-  it takes a second one, as above.
-* A task whose replicas were convicted on two nodes within an hour accuses neither: a program that computes something
-  else now and then does so anywhere.
+* A replica that is convicted of other bits (folding/suspicions.py) is refuted likewise, once, however many of its
+  workers are: the majority has computed the same from the same. One that stands on several nodes accuses none: what
+  one of them computes wrongly, all have. Such a node goes to its health check at once where there is a check, which
+  tells a flipped bit from a bad chip, and where nobody pays for it: no other task has workers there, and the slots of
+  the others suffice for every task's minimum. One node at a time, while none else is isolated, and never with the last
+  half of what the brakes allow in an hour: that is for nodes that are known to be broken. Else it takes a second one,
+  as above.
+* A task whose replicas were convicted on two nodes within an hour accuses neither, and leaves neither: a program that
+  computes something else now and then does so anywhere.
 * A local fault is forgotten when the node's agent starts anew, when a person uncordons the node, when it is readmitted,
   and when the task is calm on it.
 
@@ -35,6 +38,7 @@ from msgspec.structs import replace
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import CALM_ITERATIONS, Crashes, LocalFault, Troubles
+from unicrond.core.state.workers import Worker
 from unicrond.events.vocabulary import StepCommitted
 
 #: Refuted losses on one node within this time accuse the node.
@@ -135,16 +139,19 @@ def _of_nodes(state: ClusterState, task: Task) -> Iterator[tuple[str, LocalFault
             yield node, fault
 
 
-def convicted(task: Task, node: str, text: str, now_us: int) -> Task:
-    """Return the task after a replica on the node was convicted of other bits. `text`: what it has done, in words."""
-    troubles = task.troubles
-    times = troubles.local_faults[node].refuted if node in troubles.local_faults else 0
-    fault = LocalFault(text=text, at_us=now_us, refuted=times + 1)
-    recent = {place: at_us for place, at_us in troubles.convictions_us.items() if now_us - at_us <= TOGETHER_US}
-    troubles = replace(
-        troubles, local_faults=troubles.local_faults | {node: fault}, convictions_us=recent | {node: now_us}
-    )
-    return replace(task, troubles=troubles)
+def convicted(task: Task, suspect: Worker, text: str, now_us: int) -> Task:
+    """Return the task after the replica of `suspect`, which stands on one node, was convicted of other bits. `text`:
+    what it has done, in words."""
+    troubles, node, since_us = task.troubles, suspect.node, now_us - TOGETHER_US
+    recent = {place: at_us for place, at_us in troubles.convictions_us.items() if at_us >= since_us}
+    faults = troubles.local_faults
+    if {*recent} - {node}:  # the program's: it is held against no node
+        faults = {place: fault for place, fault in faults.items() if place not in recent and place != node}
+    else:
+        old = faults.get(node)
+        times = old.refuted if old is not None and old.at_us >= since_us else 0
+        faults = faults | {node: LocalFault(text=text, at_us=now_us, refuted=times + 1)}
+    return replace(task, troubles=replace(troubles, local_faults=faults, convictions_us=recent | {node: now_us}))
 
 
 def fault_text(task: Task, node: str) -> str:

@@ -76,14 +76,14 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     task, worker = pair
     if event.generation != task.generation or not task.is_member(worker.worker) or task.troubles.program_diverges:
         return state
-    was_convicted = _is_convicted(task, worker, event.iteration)
+    had_convict = _has_convict(task, worker, event.iteration)
     accusers = task.group.accusations.get(worker.worker, {}) | {event.worker: event.iteration}
     task = replace(task, group=replace(task.group, accusations=task.group.accusations | {worker.worker: accusers}))
     if not _is_convicted(task, worker, event.iteration):
         return with_task(state, task)
     failure = _CONVICTING[event.sign].format(iteration=event.iteration)
-    if not was_convicted and brakes.eviction_limit(state, task) is None:
-        task = local_faults.convicted(task, worker.node, f"its replica {failure}", state.now_us)
+    if not had_convict and _is_on_one_node(task, worker) and brakes.eviction_limit(state, task) is None:
+        task = local_faults.convicted(task, worker, f"its replica {failure}", state.now_us)
     state = with_task(state, task)
     return holds.suspect(state, task.name, worker, "corruption", failure, envelope.observed_at_us)
 
@@ -118,6 +118,22 @@ def _most_agree(
     report = event.iteration, event.sign
     agreeing = {member.replica for member in membership.members if reports.get(member.worker) == report}
     return 2 * len(agreeing) > replicas
+
+
+def _replica_of(task: Task, worker: Worker) -> list[Worker]:
+    """Return the members that are a replica together with this one."""
+    members = task.membership.members if task.membership else ()
+    replica = next((member.replica for member in members if member.worker == worker.worker), None)
+    return [task.workers[member.worker] for member in members if member.replica == replica]
+
+
+def _is_on_one_node(task: Task, worker: Worker) -> bool:
+    return {member.node for member in _replica_of(task, worker)} == {worker.node}
+
+
+def _has_convict(task: Task, worker: Worker, iteration: int) -> bool:
+    """Return whether one of the worker's replica was convicted before the same iteration."""
+    return any(_is_convicted(task, member, iteration) for member in _replica_of(task, worker))
 
 
 def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:
