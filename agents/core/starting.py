@@ -105,6 +105,8 @@ def refusal(transition: Transition, spec: TaskSpec) -> str:
     for name in ("cp", "etp"):
         if name not in transition.state.degrees and any(getattr(layout, name) != usual[name] for layout in layouts):
             return _of_older_agent(f"that does not know {name}")
+    if "cp" not in transition.state.degrees and any(layout.data > 1 for layout in layouts):
+        return _of_older_agent("that does not know experts over more workers than tp")
     return ""
 
 

@@ -215,6 +215,8 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
         raise BadFlags(f"{CHUNKS_FLAGS[0]}: not with {extra} yet; leave it out")
     if "--num-experts" in line.flags and (problem := unsummed_copies(cut)):
         raise BadFlags(f"--expert-tensor-parallel-size: {problem}")
+    if (experts := line.number("--num-experts", default=0)) % cut.ep:
+        raise BadFlags(f"--expert-model-parallel-size: {cut.ep} does not divide {experts} experts; use another")
     global_batch = _global_batch(line)
     return TrainingFlags(
         tp=cut.tp,

@@ -1007,8 +1007,9 @@ def test_node_refuses_unlisted_user(users: tuple[Identity, ...], separates: bool
         TaskSpec(name="a", cp=2, max_workers=2),
         TaskSpec(name="a", tp=2, ep=2, etp=2, max_workers=4),
         TaskSpec(name="a", layouts=(LayoutSpec(), LayoutSpec(cp=2))),
+        TaskSpec(name="a", ep=2, max_workers=2),
     ],
-    ids=["cp", "etp", "in a layout"],
+    ids=["cp", "etp", "in a layout", "data-parallel ranks of its own"],
 )
 def test_node_refuses_layout_that_its_older_fork_server_would_set_aside(node: Node, spec: TaskSpec) -> None:
     """An agent that takes over after an upgrade keeps the fork server, whose hook would train in another layout."""

@@ -20,6 +20,7 @@ MOE = (
 )
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 TO_ALL, GATHERED = "--moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type allgather"
+WHOLE, TP4 = "--expert-tensor-parallel-size 1", "--tensor-model-parallel-size 4 --sequence-parallel"
 TP2, PP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
 #: Workers of a replica, data-parallel ranks among them, flags.
 LAYOUTS = {
@@ -35,6 +36,8 @@ LAYOUTS = {
 SHARDED = {
     "ep 2, distributed optimizer": f"{EP2} {TO_ALL}",
     "ep 2 x cp 2, distributed optimizer": f"{EP2} {TO_ALL} {CP2}",
+    # Two workers hold the same experts, though a replica has one data-parallel rank.
+    "ep 2 x tp 4, each whole, distributed optimizer": f"{EP2} {WHOLE} {TO_ALL} {TP4}",
 }
 
 
@@ -62,7 +65,8 @@ def test_spread_experts_step_as_stock_with_sharded_state(server: ForkServer, tmp
     unsharded = task(flags.replace("--use-distributed-optimizer", ""), script=SCRIPT, replicas=2)
     plain = unbroken(server, tmp_path / "plain", unsharded, 1)
     assert same_bits(healed.shards, plain.shards)
-    alone = stock(tmp_path / "stock", f"{MODEL} {flags}", 2, cp=spec.cp, data=spec.cut.data, script=SCRIPT)
+    degrees = {"tp": spec.tp, "cp": spec.cp, "data": spec.cut.data}
+    alone = stock(tmp_path / "stock", f"{MODEL} {flags}", spec.replica_workers, script=SCRIPT, **degrees)
     apart = furthest(healed.shards, alone)
     told(f"{layout}: Adam, {apart:.2g} from stock in the same layout")
     assert apart <= 1e-4  # it divides noise by noise

@@ -77,6 +77,10 @@ def test_megatron_takes_last_of_repeated_flags() -> None:
             FLAGS + " --num-experts 4 --expert-tensor-parallel-size 1",
             "--expert-tensor-parallel-size: 1 is not tp (2): with ep 1 Megatron sums no copies of an expert; leave it",
         ),
+        (
+            FLAGS + " --num-experts 4 --expert-model-parallel-size 3",
+            "--expert-model-parallel-size: 3 does not divide 4 experts; use another",
+        ),
         (FLAGS + " --num-experts 4 --expert-tensor-parallel-size 4", "--expert-tensor-parallel-size: 4 is not tp (2)"),
         (FLAGS + " --train-samples 3", "--train-samples: fewer than one global batch of 16"),
     ],

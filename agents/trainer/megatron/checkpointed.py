@@ -88,7 +88,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
         looks parameters up with it. Raises Misplaced."""
         padded = any(
             bucket.numel_unpadded != bucket.grad_data.numel()
-            for buffer in chain(*self._buffers.values())
+            for buffer in chain(*self._buffers.values(), *self._expert_buffers.values())
             for bucket in buffer.buckets[:-1]
         )
         if kind == "fully_reshardable" and padded:

@@ -57,7 +57,8 @@ class ScheduleRuns:
         self._stages: int = mpu.get_pipeline_model_parallel_world_size()
         self._context_parallel: int = mpu.get_context_parallel_world_size()
         #: Beside Megatron's own: sums are whole on all ranks, also where Megatron would scatter them.
-        scatters = is_sharded and mpu.get_data_parallel_world_size(with_context_parallel=True) > 1
+        of_dense = mpu.get_data_parallel_world_size(with_context_parallel=True)
+        scatters = is_sharded and max(of_dense, mpu.get_expert_data_parallel_world_size()) > 1
         self._finalizing = {"force_all_reduce": True} if scatters else {}
         self._in_last_stage: bool = mpu.is_pipeline_last_stage(ignore_virtual=True)
         self._interleaved = chunks > 1
