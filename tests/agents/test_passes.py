@@ -252,7 +252,7 @@ def memory() -> Iterator[Memory]:
     draft = made.draft(len(STATE))
     assert draft is not None
     draft.view[:] = STATE
-    draft.seal(7, 1, digest_of(STATE), (1, 1))
+    draft.seal(7, 1, digest_of(STATE), Shape())
     yield made
     made.close()
 

@@ -109,7 +109,7 @@ def test_flags_left_open_are_those_of_the_tiny_model() -> None:
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ("-- --context-parallel-size 2", "unicrond refuses these flags: --context-parallel-size: context"),
+        ("-- --use-megatron-fsdp", "unicrond refuses these flags: --use-megatron-fsdp: FSDP shards what a replica"),
         ("--kill-at 5 --", "--kill-at: 5 is not within training; give an iteration from 1 to 4"),
         ("--kill-rank 3 --", "--kill-rank: 3 is none of the ranks 0 to 2; give one of them"),
         ("--ranks 3 -- --tensor-model-parallel-size 2", "--ranks: 3 is no multiple of a replica's 2 ranks"),

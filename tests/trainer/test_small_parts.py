@@ -199,6 +199,7 @@ def test_silent_store_of_results_holds_up_nobody(monkeypatch: pytest.MonkeyPatch
             assert results.are_there(["a"]) and not results.are_there(["a", "b"])
             assert results.take(["a", "b"]) == {"a": b"1"}
             server.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # each of its threads
             assert not results.are_there(["a"]) and not results.is_there
             assert results.take(["a"]) == {}
             results.publish("b", b"2")
