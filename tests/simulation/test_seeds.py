@@ -151,6 +151,23 @@ def test_node_isolated_after_the_faults_gets_its_person() -> None:
     assert not outcome.rule, outcome.story
 
 
+def test_program_that_has_no_room_elsewhere_moves_no_others() -> None:
+    faults = [SimulatedFault(kind="bad_program", at_s=7.089, how="raise", pick=5)]
+    outcome = simulate(902568, faults)
+    assert not outcome.rule, outcome.story
+
+
+def test_task_of_an_outage_that_has_failed_on_its_node_moves_no_others() -> None:
+    faults = [
+        SimulatedFault(kind="ill_accelerator", at_s=13.316, for_s=9.823, nodes=("n2",), how="gpu_broken", pick=2),
+        SimulatedFault(kind="end_agent", at_s=14.385, for_s=3.031, nodes=("n4",), how="impatient_pod", pick=5),
+        SimulatedFault(kind="end_agent", at_s=17.604, for_s=0.528, nodes=("n2", "n3", "n4"), how="pod", pick=4),
+        SimulatedFault(kind="domain_down", at_s=30.253, for_s=11.531, how="cut", pick=4),
+    ]
+    outcome = simulate(900709, faults)
+    assert not outcome.rule, outcome.story
+
+
 def test_peers_of_readmitted_node_are_not_clearly_blamed() -> None:
     """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
     faults = [

@@ -119,6 +119,25 @@ def test_exception_without_free_node_stays_where_it_is() -> None:
     assert not said(cluster, v.NodeIsolated)
 
 
+@pytest.mark.parametrize(("slots", "moves"), [(1, False), (2, True)])
+def test_program_is_tried_elsewhere_where_all_its_workers_of_the_node_have_room(slots: int, moves: bool) -> None:
+    """A plan for less moves nobody off the node, and may move others for what was measured meanwhile."""
+    cluster = cluster_of(0)
+    cluster.add_host("n0", slots=2)
+    cluster.submit("big", max_workers=2)
+    cluster.run()
+    cluster.add_host("n1", slots=slots)
+    cluster.run()
+    cluster.train("big", 3)
+    since = cluster.state.plan.epoch
+    for _ in range(2):
+        end(cluster, "big")
+    assert (Survey(cluster.state, cluster.policy).avoided == {"big": ("n0",)}) is moves
+    cluster.run()
+    assert cluster.state.plan.epoch - since == moves
+    assert {worker.node for worker in cluster.state.tasks["big"].workers.values()} == {"n1" if moves else "n0"}
+
+
 def test_failed_task_with_local_fault_readmits_no_flapping_node() -> None:
     """It has trained elsewhere, and failed by something else: that says nothing for the node."""
     cluster = cluster_of(3)

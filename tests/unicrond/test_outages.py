@@ -16,8 +16,10 @@ from unicrond.core.fold import fold
 from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, VerdictLimiter
 from unicrond.core.nodes.outages import GATHER_MAX_US, GATHER_US, Domains, Loss, losses
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.changes import with_task
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.core.state.task_parts import Crashes
 from unicrond.display.cluster_tables import nodes_table
 from unicrond.display.describe import describe_object
 from unicrond.display.queue import pending_tasks
@@ -306,6 +308,26 @@ def test_forgotten_node_is_awaited_no_longer() -> None:
     cluster.run()
     assert not cluster.state.outages
     cluster.assert_whole()
+
+
+def test_task_that_fails_on_a_node_of_the_outage_asks_for_no_plan_while_free_nodes_go_and_come() -> None:
+    cluster = rack_cluster(0, 120.0, spares=("d0", "d1"))
+    shares = cluster.state.plan.assignments
+    used = [node for share in shares.values() for nodes in share.replicas for node in nodes]
+    free = [name for name in cluster.hosts if name not in used]
+    ((bad,), *_) = shares["big"].replicas
+    for name in list(cluster.hosts[bad].processes):
+        cluster.kill_worker(cluster.hosts[bad], name)
+    task = cluster.state.tasks["big"]
+    crashes = Crashes(count=1, nodes=(bad,), text="FileNotFoundError: corpus.txt")
+    troubles = msgspec.structs.replace(task.troubles, crashes=crashes)
+    cluster.state = with_task(cluster.state, msgspec.structs.replace(task, troubles=troubles))
+    bases = [Survey(cluster.state, cluster.policy).basis]
+    lose_rack(cluster, [bad, *free])
+    bases.append(Survey(cluster.state, cluster.policy).basis)
+    returned(cluster, free[0])
+    survey = Survey(cluster.state, cluster.policy)
+    assert survey.avoided == {"big": (bad,)} and {*bases, survey.basis} == {bases[0]}
 
 
 # --- labels --------------------------------------------------------------------------------------

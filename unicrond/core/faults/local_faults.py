@@ -3,8 +3,9 @@ wrongly. Pure.
 
 Rules
 -----
-* What a program has failed by on one node alone is tried once elsewhere: the task's next worker goes to another node
-  where one has room (`nodes_to_leave`; the back-off holds). The same on a second node is the program's, whatever it is.
+* What a program has failed by on one node alone is tried once elsewhere: the task's next workers go to other nodes
+  where these have room for all that it has there (`nodes_to_leave`; the back-off holds). The same on a second node is
+  the program's, whatever it is.
 * Where the task is calm again without the node, the fault is local to the node, *for that task*: its workers avoid the
   node where others have room, and people are told. Where it is calm on the node, nothing is held against it.
 * It isolates no node, however many tasks have one there: a program may raise what it likes where it likes, and whoever

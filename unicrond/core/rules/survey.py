@@ -128,7 +128,7 @@ class Survey:
         self.policy = policy
         self.active = state.active
         self.nodes: Nodes = of_nodes(state.nodes, before.nodes if before else None)
-        plan_slots, self.capacity, self.absence = self._slots(before)
+        self._plan_slots, self.capacity, self.absence = self._slots(before)
         self.gpus: Mapping[str, str] = self.nodes.gpus
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
@@ -164,10 +164,10 @@ class Survey:
             ]
         )
         #: What a plan is made for: slots, tasks, types of GPU, nodes to keep apart.
-        self._facts = plan_slots, self._planned, self.gpus, self.barred_pairs
+        self._facts = self._plan_slots, self._planned, self.gpus, self.barred_pairs
         is_unchanged = before is not None and before._facts == self._facts
         self.basis: str = before.basis if before and is_unchanged else _digest(*self._facts)
-        self.short_basis = self._short_basis(plan_slots)
+        self.short_basis = self._short_basis(self._plan_slots)
         is_new = not (state.plan.epoch or state.nodes or state.tasks)
         self.fresh = state.plan.basis in (self.basis, self.short_basis) or is_new
         alike = before is not None and before.nodes.services == self.nodes.services
@@ -222,13 +222,19 @@ class Survey:
         return [nodes for nodes in missing if away.isdisjoint(nodes)] if away else list(missing)
 
     def _may_leave(self, task: Task, node: str) -> bool:
-        """Return whether the plan in force has the task off the node, or another node has a free seat."""
+        """Return whether the plan in force has the task off the node, or all seats that it has there would be free on
+        others."""
         assignments = self.state.plan.assignments
         assignment = assignments.get(task.name)
         if assignment is None or not any(node in nodes for nodes in assignment.replicas):
             return True
+        # A task of an outage stays in any case: that nodes go and come then is no reason for another plan.
+        absentees = self.absence.absentees
+        is_hit = any(not absentees.isdisjoint(nodes) for nodes in assignment.replicas)
+        slots = self._plan_slots if is_hit else self.capacity
         seats = Counter(name for other in assignments.values() for nodes in other.replicas for name in nodes)
-        return any(seats[name] < slots for name, slots in self.capacity.items() if name != node)
+        free = sum(max(0, count - seats[name]) for name, count in slots.items() if name != node)
+        return free >= sum(nodes.count(node) for nodes in assignment.replicas)
 
     def room_without(self, node: str, look: Callable[[Survey, str], bool]) -> bool:
         """Return what `look` says of the plan without the node; it is called once for each plan, nodes and tasks."""
