@@ -137,6 +137,17 @@ def test_change_of_a_mode_is_a_cause(cluster: MiniCluster) -> None:
     assert programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, before)
 
 
+def test_node_that_a_person_forgets_is_a_cause(cluster: MiniCluster) -> None:
+    """Until then it was awaited."""
+    state = cluster.state
+    lost = replace(state.nodes["n0"], status=NodeStatus.LOST)
+    before = causes_of(replace(state, nodes=state.nodes | {"n0": lost}))
+    sold = replace(lost, departure=replace(lost.departure, removal="sold"))
+    causes = causes_of(replace(state, nodes=state.nodes | {"n0": sold}))
+    assert programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, before)
+    assert not programs_move_no_others(state, moved(state), {GARBAGE: 1}, before, causes)
+
+
 @pytest.mark.parametrize(
     ("how", "is_breach"),
     [

@@ -157,6 +157,22 @@ def test_program_that_has_no_room_elsewhere_moves_no_others() -> None:
     assert not outcome.rule, outcome.story
 
 
+def test_task_of_an_outage_whose_node_is_forgotten_gets_the_seats_of_a_program_that_fails() -> None:
+    """n1 is awaited until a person forgets it; on the one node that is up a program fails without progress."""
+    faults = [
+        SimulatedFault(kind="maintain", at_s=5.95, for_s=6.235, nodes=("n3", "n4"), pick=5),
+        SimulatedFault(kind="slow_node", at_s=7.491, for_s=8.769, nodes=("n4",), how="4", pick=3),
+        SimulatedFault(kind="change_version", at_s=19.567, nodes=("n1",), how="1", pick=4),
+        SimulatedFault(kind="cut_log", at_s=23.685, for_s=6.785, nodes=("n1", "n3", "n4"), pick=4),
+        SimulatedFault(kind="bad_program", at_s=24.387, how="raise_at_start", pick=3),
+        SimulatedFault(kind="hang_after_join", at_s=27.361, for_s=3.559, nodes=("n4",), pick=5),
+        SimulatedFault(kind="domain_down", at_s=28.301, for_s=13.156, how="late", pick=3),
+        SimulatedFault(kind="power_off", at_s=30.871, for_s=0.969, nodes=("n1",), pick=5),
+    ]
+    outcome = simulate(900364, faults)
+    assert not outcome.rule, outcome.story
+
+
 def test_task_of_an_outage_that_has_failed_on_its_node_moves_no_others() -> None:
     faults = [
         SimulatedFault(kind="ill_accelerator", at_s=13.316, for_s=9.823, nodes=("n2",), how="gpu_broken", pick=2),

@@ -12,6 +12,8 @@ from tests.unicrond.test_brakes import break_gpu, held, isolated
 from tests.unicrond.test_deaf_head import returned
 from tests.unicrond.test_departures import of
 from tests.unicrond.test_liveness import NAMES, Bus, node
+from tests.unicrond.test_program_faults import end
+from unicrond.core.faults.program_faults import LOOPING_MIN
 from unicrond.core.fold import fold
 from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, VerdictLimiter
 from unicrond.core.nodes.outages import GATHER_MAX_US, GATHER_US, Domains, Loss, losses
@@ -328,6 +330,30 @@ def test_task_that_fails_on_a_node_of_the_outage_asks_for_no_plan_while_free_nod
     returned(cluster, free[0])
     survey = Survey(cluster.state, cluster.policy)
     assert survey.avoided == {"big": (bad,)} and {*bases, survey.basis} == {bases[0]}
+
+
+def test_task_that_lost_a_node_for_good_gets_the_seats_of_one_that_fails() -> None:
+    cluster = MiniCluster(0, Policy(outage_hold_s=120.0))
+    for name in RACKS[:4]:
+        cluster.add_host(name)
+    cluster.submit("sound", max_workers=3)
+    cluster.run()
+    hit = [node for (node,) in cluster.state.plan.assignments["sound"].replicas]
+    cluster.submit("typo", max_workers=1)
+    cluster.run()
+    cluster.train("sound", 3)
+    ((rest,),) = cluster.state.plan.assignments["typo"].replicas
+    for _ in range(LOOPING_MIN + 1):
+        end(cluster, "typo")
+        cluster.run()
+    lose_rack(cluster, hit)
+    cluster.run()
+    assert cluster.state.plan.assignments["typo"].replicas == ((rest,),), "the others may come back"
+    cluster.append(v.ForgetRequested(node=hit[0], reason="sold", leave=False), "api", cluster.state.term)
+    cluster.run()
+    assert {node for (node,) in cluster.state.plan.assignments["sound"].replicas} == {rest, *hit[1:]}
+    assert not cluster.state.plan.assignments["typo"].replicas
+    assert len(members(cluster, "sound")) == 1
 
 
 # --- labels --------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ _HOUR_US = 3_600_000_000
 
 
 class PlanCauses(msgspec.Struct, frozen=True):
-    """Hold what may move a task: nodes that may carry workers, tasks as they were submitted or changed, in which mode
-    each is, whose turn it is, and per task what was measured of it, and its troubles."""
+    """Hold what may move a task: nodes that may carry workers or are awaited, tasks as they were submitted or changed,
+    in which mode each is, whose turn it is, and per task what was measured of it, and its troubles."""
 
     nodes: tuple[tuple[object, ...], ...]
     tasks: tuple[tuple[object, ...], ...]
@@ -57,7 +57,10 @@ class PlanCauses(msgspec.Struct, frozen=True):
 def causes_of(state: ClusterState) -> PlanCauses:
     """Return the causes that a plan made in this state may have."""
     nodes = tuple(
-        [(n.name, n.slots, n.gpu, n.agent.boot, n.schedulable, n.cordon.active) for n in state.nodes.values()]
+        [
+            (n.name, n.slots, n.gpu, n.agent.boot, n.schedulable, n.cordon.active, bool(n.departure.removal))
+            for n in state.nodes.values()
+        ]
     )
     tasks = tuple([(task.name, task.submitted_seq, task.spec.shape, observes(state, task)) for task in state.active])
     lessons = {

@@ -6,8 +6,8 @@ Rules
 * While nodes are awaited (nodes/outages.py) the tasks that have seats there are pinned, too, and nobody gets another
   seat there.
 * A pinned task keeps the number of its replicas, and each of them the nodes that it has, as long as these may carry
-  workers. Only a replica whose node is lost, isolated, or drained by a person gets seats on free slots; where there are
-  none it waits.
+  workers. Only a replica whose node is lost, isolated, or drained by a person gets seats on free slots, or on those of
+  a task whose program fails; where there are none it waits.
 * Pinned tasks and their seats are no part of the plan problem: the others share the rest.
 * A task that has no workers yet is not pinned, nor is one to which a person has given other bounds or another layout
   that its present workers do not fit: a plan gives these what the rest has.
@@ -64,6 +64,8 @@ def _pins(survey: Survey, candidates: Sequence[Task]) -> dict[str, tuple[Replica
     stays: dict[str, list[Replica]] = {}
     names = {task.name for task in tasks}
     for task in sorted(survey.active, key=lambda task: task.name not in names):
+        if task.name in survey.failing and task.name not in names:
+            continue  # it has only what others have no use for
         stays[task.name] = []
         for nodes in _living(survey, task):
             if all(free[node] >= number for node, number in Counter(nodes).items()):
