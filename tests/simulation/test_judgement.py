@@ -18,7 +18,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.holds import HeldAction
 from unicrond.replay.simulation.checks.invariants import honest_workers_are_heard, symptoms_are_no_incidents
 from unicrond.replay.simulation.checks.judgement import causes_of, deaf_heads_judge_nobody, programs_move_no_others
-from unicrond.replay.simulation.checks.outages import other_causes, outages_move_nobody
+from unicrond.replay.simulation.checks.outages import nodes_given_up, other_causes, outages_move_nobody
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.faults.boundary_events import STRANGER
 
@@ -175,6 +175,18 @@ def test_plan_in_an_outage_moves_nobody_without_a_cause(cluster: MiniCluster, ho
     if how == "a member has left":
         state = replace(state, nodes=state.nodes | {"n1": replace(state.nodes["n1"], status=NodeStatus.LEFT)})
     assert bool(outages_move_nobody(state, plan, before, {"n1"}, policy)) is is_breach
+
+
+def test_node_whose_outage_is_held_no_longer_is_a_cause_in_another(cluster: MiniCluster) -> None:
+    """n2 is back, and waits for the others of its outage, of which the hold is over; then it waits no longer."""
+    state = cluster.state
+    held = {"i2": Outage(since_us=1, domain="", away=("n9",))}
+    gathering = {"i1": Outage(since_us=1, domain="", away=("n8",), back=("n2",), is_over=True)}
+    before, basis = replace(state, outages=gathering | held), replace(state, outages=held)
+    plan, policy = moved(state), Policy()
+    assert nodes_given_up(before) == {"n8", "n2"}
+    assert outages_move_nobody(basis, plan, other_causes(basis), set(), policy)
+    assert not outages_move_nobody(basis, plan, other_causes(before), set(), policy)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,15 @@ def test_task_of_an_outage_that_has_failed_on_its_node_moves_no_others() -> None
     assert not outcome.rule, outcome.story
 
 
+def test_return_from_an_outage_that_is_over_is_a_cause_in_another() -> None:
+    faults = [
+        SimulatedFault(kind="domain_down", at_s=14.738, for_s=12.285, how="late", pick=2),
+        SimulatedFault(kind="cut_log", at_s=33.602, for_s=8.372, nodes=("n1", "n2", "n3"), pick=2),
+    ]
+    outcome = simulate(901918, faults)
+    assert not outcome.rule, outcome.story
+
+
 def test_peers_of_readmitted_node_are_not_clearly_blamed() -> None:
     """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
     faults = [

@@ -39,8 +39,9 @@ def other_causes(state: ClusterState) -> OtherCauses:
     tasks = [(t.name, t.submitted_seq, t.spec.shape, t.mode, t.troubles, t.reshaping) for t in state.active]
     more = (state.mode, state.links, state.holds, state.plan.revised_for, state.quotas, tuple(ranks(state)))
     nodes = state.nodes.values()
+    waiting = {name for outage in state.outages.values() if outage.is_over for name in outage.back}
     return OtherCauses(
-        {node.name: (*_lasting(node), node.schedulable, node.agent.boot) for node in nodes},
+        {n.name: (*_lasting(n), n.schedulable and n.name not in waiting, n.agent.boot) for n in nodes},
         {node.name: _lasting(node) for node in nodes},
         (*tasks, *more),
     )
@@ -56,11 +57,17 @@ def members_of_outages(state: ClusterState) -> frozenset[str]:
     return frozenset([name for outage in state.outages.values() for name in (*outage.away, *outage.back)])
 
 
+def nodes_given_up(state: ClusterState) -> frozenset[str]:
+    """Return the nodes of outages that are awaited no longer."""
+    outages = [outage for outage in state.outages.values() if outage.is_over]
+    return frozenset([name for outage in outages for name in (*outage.away, *outage.back)])
+
+
 def outages_move_nobody(
     basis: ClusterState, plan: v.PlanAdopted, before: OtherCauses | None, members: Collection[str], policy: Policy
 ) -> str:
     """Check a plan. `basis`: the state that it was decided in. `before`: the causes of the plan in force. `members`:
-    nodes that were in an outage since that plan."""
+    nodes that were in an outage since that plan, but those whose hold was over: their return is a cause."""
     drained = {node.name for node in basis.nodes.values() if node.cordon.draining}  # awaited no longer
     standing = [
         name
@@ -132,7 +139,7 @@ class OutageRecord:
 
     def __init__(self) -> None:
         self._causes: OtherCauses | None = None
-        #: Nodes that were in an outage since the plan in force.
+        #: Nodes that were in an outage since the plan in force, and awaited.
         self._members: set[str] = set()
 
     def on_entry(
@@ -146,6 +153,7 @@ class OutageRecord:
         """Check an entry that has become durable, and yield (rule, story). `states`: see InvariantChecker."""
         event = entry.envelope.event
         self._members |= members_of_outages(before)
+        self._members -= nodes_given_up(before)
         if not entry.envelope.term or entry.envelope.term != before.term:
             return
         basis = states[entry.envelope.based_on]
@@ -156,4 +164,5 @@ class OutageRecord:
                 story = outages_move_nobody(basis, event, self._causes, self._members, policy)
                 yield "outages_move_nobody", story
                 yield "returns_are_one", returns_are_one(basis, event, policy)
-                self._causes, self._members = other_causes(basis), set(members_of_outages(basis))
+                self._causes = other_causes(basis)
+                self._members = set(members_of_outages(basis) - nodes_given_up(basis))
