@@ -151,6 +151,17 @@ def test_node_isolated_after_the_faults_gets_its_person() -> None:
     assert not outcome.rule, outcome.story
 
 
+def test_node_isolated_again_after_the_faults_is_repaired() -> None:
+    """The operator's command has failed at its second isolation, which was held while people observed."""
+    faults = [
+        SimulatedFault(kind="ill_accelerator", at_s=6.537, for_s=2.72, nodes=("n1",), how="gpu_broken", pick=4),
+        SimulatedFault(kind="observe", at_s=30.134, for_s=15.507, pick=3),
+        SimulatedFault(kind="ill_accelerator", at_s=32.604, for_s=7.948, nodes=("n1",), how="gpu_broken", pick=2),
+    ]
+    outcome = simulate(900397, faults)
+    assert not outcome.rule, outcome.story
+
+
 def test_program_that_has_no_room_elsewhere_moves_no_others() -> None:
     faults = [SimulatedFault(kind="bad_program", at_s=7.089, how="raise", pick=5)]
     outcome = simulate(902568, faults)

@@ -173,11 +173,12 @@ class World:
         self.submit(self._spec("last", _FOREVER))
 
     async def _repair(self, repair: Repair) -> tuple[bool, str]:
-        """Reboot the node as the operator's command, or fail at it."""
+        """Reboot the node as the operator's command, or fail at it: at a node's every second isolation, until the
+        faults end."""
         await asyncio.sleep(2.0)
         if repair.node in self.hosts:  # a node that lies has none
             self.hosts[repair.node].is_unhealthy = False
-        return bool(repair.isolation % 2), "simulated"
+        return bool(repair.isolation % 2) or self.loop.time() >= FAULTY_UNTIL_S, "simulated"
 
     def uncordon_all(self) -> None:
         """Uncordon every node that people have cordoned, and those that wait for an operator."""
