@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -19,10 +20,10 @@ def usual_expert_tp(tp: int, ep: int) -> int:
     return tp // ep if tp % ep == 0 else 1
 
 
+@lru_cache(4096)  # a plan asks for few layouts, often
 def replica_size(tp: int, pp: int, cp: int, ep: int, etp: int) -> int:
     """Return the workers of one replica: the unit that lives or falls as a whole."""
-    size = tp * cp * pp
-    return size if ep <= 1 and not etp else size * data_ranks(tp, cp, max(ep, 1), etp)
+    return tp * cp * pp * data_ranks(tp, cp, max(ep, 1), etp)
 
 
 class Shape(NamedTuple):
@@ -69,7 +70,7 @@ class Shape(NamedTuple):
     @property
     def plain(self) -> Shape:
         """Return it in the one form of those that mean the same: `etp` 0 where that says what it says."""
-        return self._replace(etp=0) if self.etp == usual_expert_tp(self.tp, self.ep) else self
+        return self._replace(etp=0) if self.etp and self.etp == usual_expert_tp(self.tp, self.ep) else self
 
     @property
     def cut(self) -> Shape:

@@ -107,7 +107,8 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
     @property
     def shape(self) -> Shape:
         """Return the layout, in its one form."""
-        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp).plain
+        shape = Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch, self.cp, self.etp)
+        return shape.plain if self.etp else shape
 
 
 class GpuSpec(Value, frozen=True, kw_only=True):
@@ -200,13 +201,17 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     @property
     def cut(self) -> Shape:
         """Return the layout, in its one form, as far as a state depends on it."""
-        return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1, cp=self.cp, etp=self.etp).plain
+        return self._shape(0)
 
     @property
     def shape(self) -> Shape:
         """Return the layout, by which a plan tells it from the task's others."""
         varies = any(layout.micro_batch for layout in self.layouts)
-        return self.cut._replace(micro_batch=self.micro_batch if varies else 0)
+        return self._shape(self.micro_batch if varies else 0)
+
+    def _shape(self, micro_batch: int) -> Shape:
+        shape = Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1, micro_batch, self.cp, self.etp)
+        return shape.plain if self.etp else shape
 
     @property
     def replica_workers(self) -> int:
