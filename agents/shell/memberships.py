@@ -53,8 +53,9 @@ class Memberships:
         return membership.warrant if membership else ""
 
     def problem(self, task: Name, generation: int, warrant: str) -> str:
-        """Return why this is no warrant of the task's present membership; "" where it is, or none is needed: an older
-        membership's is not. Of one that this agent has yet to read it is to come again."""
+        """Return why the agent does not take this warrant of a membership; "" where it does, and where it needs none
+        because it has no credentials, or a newer membership. The head sends a warrant again whose membership the agent
+        has not read yet."""
         membership = self._memberships().get(task)
         if self._credentials is None or (membership is not None and membership.generation > generation):
             return ""

@@ -69,9 +69,9 @@ class _LightningBatches:
 
 
 class _LoopProgress:
-    """Where Lightning's loops and callbacks stand, and the metrics that callbacks and schedules watch, as part of the
-    training state: between two iterations, as `note`d, since a state is also taken in the midst of one, where the loops
-    stand elsewhere."""
+    """Hold the progress of Lightning's loops and callbacks, and the metrics that callbacks and schedules watch, as part
+    of the training state. It is the progress between two iterations, which `note` takes: a state is also taken during
+    an iteration, when the loops have gone further."""
 
     def __init__(self, strategy: LightningStrategy, trainer: pl.Trainer) -> None:
         self._strategy, self._trainer = strategy, trainer

@@ -6,9 +6,9 @@ Rules
   no regroup can break it.
 * A store that is lost holds nothing, and takes nothing: everybody is alone then. So is one that is silent for
   ANSWER_MAX_S: its calls have no limit of their own, so a thread makes them, and stays behind with what hangs.
-* Who is the last to have had all results of a purpose removes them, a dead replica's too. Where one of the readers has
-  died there is no last: who begins a purpose has had all results of the one before, so all others have had those of the
-  one before that, and these are removed then.
+* The last reader of a purpose removes its results, those of a dead replica too. If a reader dies, nobody is the last.
+  Then each survivor removes them when it begins the second purpose after it: a reader begins a purpose once it has read
+  all results of the one before, so by then everybody has read them.
 """
 
 from __future__ import annotations

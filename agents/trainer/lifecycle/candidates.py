@@ -68,7 +68,7 @@ def row_of(offers: dict[Kind, list[int]]) -> list[int]:
 
 
 def without_storage(row: Sequence[int]) -> list[int]:
-    """Return a row, which offers nothing of storage, as one that says that nobody could look there."""
+    """Return the row of a worker that could not look at the storage."""
     return [*row[:-1], _UNSEEN]
 
 

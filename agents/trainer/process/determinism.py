@@ -61,8 +61,8 @@ def environment() -> str:
 
 
 def _core() -> str:
-    """Name megatron-core's release where the program has loaded it: each trains differently. Of 0.16 nothing is said,
-    as by older hooks, which ran with no other: an upgrade of hooks is no deviation."""
+    """Return the text that names megatron-core's release, since each trains differently; "" where the program has not
+    loaded it. "" for 0.16 too: older hooks run with 0.16 alone and name no release, and do not deviate by that."""
     version = str(getattr(sys.modules.get("megatron.core"), "__version__", ""))
     return f", megatron-core {version}" if version and not version.startswith("0.16.") else ""
 

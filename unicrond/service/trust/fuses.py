@@ -51,8 +51,8 @@ _STANDS_US = 60_000_000
 
 
 class _Caller(msgspec.Struct, frozen=True):
-    """What the server adds to a call: the account and the public key of who makes it; the name in its JWT, where it has
-    one."""
+    """Hold what the server adds to a call: the caller's account and public key, and the name in its JWT, "" without a
+    JWT."""
 
     acc: str
     user: str
