@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
-from tests.megatron_lm.runs import Outcome, broken, ended, furthest, names, stock, told
+from tests.megatron_lm.runs import Outcome, broken, ended, furthest, names, stock, told, unbroken
 from unicrond.events.vocabulary import StateLoaded
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
@@ -71,3 +71,10 @@ def test_checkpoints_of_every_kind_convert_both_ways(server: ForkServer, tmp_pat
         apart = min(furthest(parameters, whole), furthest(parameters, other))
         told(f"{kind}: {what}: {apart:.2g} from stock without a break, which is {own:.2g} from itself")
         assert apart <= 2 * own
+
+
+def test_sharded_state_is_saved_without_gloo_groups_of_megatron(server: ForkServer, tmp_path: Path) -> None:
+    flags = f"--use-distributed-optimizer --disable-gloo-process-groups --save {tmp_path / 'saved'} --save-interval 5"
+    outcome = unbroken(server, tmp_path / "run", task(model=f"{TEN} {flags}"), 1)
+    assert not [log for log in outcome.logs.values() if "was not saved" in log]
+    of_iteration_5(tmp_path / "saved")

@@ -57,7 +57,6 @@ USES: dict[str, tuple[str, ...]] = {
         "wd_incr_style",
     ),
     f"{_PARALLEL}.get_data_parallel_group": ("with_context_parallel",),
-    f"{_PARALLEL}.get_data_parallel_group_gloo": (),
     f"{_PARALLEL}.get_data_parallel_rank": (),
     f"{_PARALLEL}.get_data_parallel_world_size": ("with_context_parallel",),
     f"{_PARALLEL}.get_expert_data_parallel_rank": (),

@@ -193,10 +193,10 @@ def _note_copy(tree: Any, number: int) -> None:
 def _groups_of_one_rank() -> tuple[Any, Any]:
     """Return groups of this process alone, of the world's backend and of gloo, to stand in the place of data-parallel
     ones; all processes of the replica call this."""
+    gloo = torch.distributed.new_subgroups(1, backend="gloo")[0]  # Megatron has none with --disable-gloo-process-groups
     if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
-        groups = parallel_state.get_data_parallel_group, parallel_state.get_data_parallel_group_gloo
-        return groups[0](with_context_parallel=True), groups[1](with_context_parallel=True)
-    return torch.distributed.new_subgroups(1)[0], torch.distributed.new_subgroups(1, backend="gloo")[0]
+        return parallel_state.get_data_parallel_group(with_context_parallel=True), gloo
+    return torch.distributed.new_subgroups(1)[0], gloo
 
 
 def _pairs(whole: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
