@@ -14,6 +14,7 @@ Pure. How the flags become a task file: `unicrond/intake/megatron_task.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -156,8 +157,14 @@ class CommandLine:
         return value
 
 
-#: How many layers a chunk of a stage has, or how many chunks a stage has.
-CHUNKS_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+#: How many layers a chunk of a stage has, how many chunks a stage has, or what each chunk of all stages has: Megatron
+#: takes one of them.
+CHUNKS_FLAGS = (
+    "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-model-parallel-layout",
+)  # fmt: skip
+#: In a pipeline layout: `(..)*n`, and `|` or `|*n`.
+_REPEATED, _BAR = re.compile(r"\(([^)]+)\)\*(\d{1,6})"), re.compile(r"\|(?:\*(\d{1,6}))?")
 #: With these Megatron's stages are not interleaved here (`agents/trainer/megatron/flags.py`).
 NOT_INTERLEAVED = ("--num-experts", "--mtp-num-layers")
 _COUNT_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
@@ -212,7 +219,9 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
         raise BadFlags(reason)
     cut = degrees(line)
     if cut.vpp > 1 and (extra := next((flag for flag in NOT_INTERLEAVED if flag in line.flags), "")):
-        raise BadFlags(f"{CHUNKS_FLAGS[0]}: not with {extra} yet; leave it out")
+        raise BadFlags(
+            f"{next(flag for flag in CHUNKS_FLAGS if flag in line.flags)}: not with {extra} yet; leave it out"
+        )
     if "--num-experts" in line.flags and (problem := unsummed_copies(cut)):
         raise BadFlags(f"--expert-tensor-parallel-size: {problem}")
     if (experts := line.number("--num-experts", default=0)) % cut.ep:
@@ -252,7 +261,11 @@ def degrees(line: CommandLine) -> Shape:
     """Return the layout that the flags give. Raises BadFlags."""
     tp = line.number("--tensor-model-parallel-size", default=1)
     pp = line.number("--pipeline-model-parallel-size", default=1)
-    vpp = line.number(*CHUNKS_FLAGS[1:], default=1)
+    vpp = line.number(CHUNKS_FLAGS[1], default=1)
+    if layout := line.text(CHUNKS_FLAGS[2]):
+        if (chunks := chunks_of(layout)) % pp:
+            raise BadFlags(f"{CHUNKS_FLAGS[2]}: its {chunks} stages do not divide among pp {pp}; use a multiple of pp")
+        vpp = chunks // pp
     if (layers_per_chunk := line.number(CHUNKS_FLAGS[0], default=0)) > 0:
         layers = line.number("--num-layers", "--encoder-num-layers")
         layers += sum(flag in line.flags for flag in _COUNT_AS_LAYERS)
@@ -264,6 +277,18 @@ def degrees(line: CommandLine) -> Shape:
     ep, cp = (line.number(f"--{name}-parallel-size", default=1) for name in ("expert-model", "context"))
     etp = line.number("--expert-tensor-parallel-size", default=tp)
     return Shape(tp, pp, vpp, ep, cp=cp, etp=etp).plain
+
+
+def chunks_of(layout: str) -> int:
+    """Return how many chunks of all stages a pipeline layout such as `Et*2|(tt|)*3,L` has, as Megatron unrolls it."""
+    # What stands outside of repeated parts, what such a part has, how often; and so on.
+    pieces = _REPEATED.split(layout.replace(",", ""))
+    repeated = zip(pieces[1::3], pieces[2::3], strict=True)
+    return 1 + sum(map(_bars, pieces[::3])) + sum(_bars(part) * int(count) for part, count in repeated)
+
+
+def _bars(text: str) -> int:
+    return sum(int(count or 1) for count in _BAR.findall(text))
 
 
 def _global_batch(line: CommandLine) -> int:

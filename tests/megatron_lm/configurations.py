@@ -74,7 +74,8 @@ def page() -> str:
     for configuration in configurations():
         args, kind, name = configuration["args"], str(configuration["kind"]), str(configuration["name"])
         assert isinstance(args, list)
-        words = [str(configuration["script"]), *args]
+        # (Of pipeline layouts the file has the escapes of a shell.)
+        words = [str(configuration["script"]), *(str(word).replace("\\", "") for word in args)]
         kinds[kind] += 1
         refused = reasons(words)
         if not refused:

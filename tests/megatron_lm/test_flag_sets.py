@@ -30,6 +30,7 @@ FLAG_SETS = {
     "pp 2 x vpp 2": f"{SGD} {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
     "uneven pipeline": f"{SGD} {PP2} --num-layers 3 --decoder-first-pipeline-num-layers 1",
     "given pipeline layout": f"{SGD} {PP2} --num-layers 3 --pipeline-model-parallel-layout Et|ttL",
+    "given interleaved layout": f"{SGD} {PP2} --num-layers 4 --pipeline-model-parallel-layout E(t|)*3tL",
     "experts, bias without auxiliary loss": (
         f"{SGD} {MOE} --moe-router-load-balancing-type none --moe-router-enable-expert-bias"
         " --moe-router-score-function sigmoid --moe-router-bias-update-rate 1e-2"

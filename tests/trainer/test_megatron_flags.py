@@ -6,8 +6,10 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from unicrond.agents.trainer.megatron.flags import apply_task_layout, drop_spreading, take_over
+from unicrond.events.megatron.command_line import chunks_of
 from unicrond.events.vocabulary import TaskSpec
 
 
@@ -53,6 +55,16 @@ def test_matching_layout_leaves_flags_unchanged() -> None:
         num_layers=7, account_for_loss_in_pipeline_split=True, num_layers_per_virtual_pipeline_stage=2
     )  # the loss counts as a layer
     assert list(apply_task_layout(args, task(vpp=2))) == []
+    args = parsed(pipeline_model_parallel_layout="E(tt|)*3ttL")
+    assert list(apply_task_layout(args, task(vpp=2))) == [] and args.num_virtual_stages_per_pipeline_rank is None
+
+
+@pytest.mark.parametrize(
+    "layout", ["EtL", "Et|ttL", "Et*2|(tt|)*5t|tmL", "Ettt|(tt|)*29,m|L", "t,t(ab|cd|ef)*2,(t|*2)*3L", "|*3(t)*2|t*12"]
+)
+def test_chunks_are_those_that_megatron_unrolls(layout: str) -> None:
+    known = layout.translate(str.maketrans("abcdef", "tttttt"))
+    assert chunks_of(layout) == PipelineParallelLayerLayout.get_num_stages_from_str(known)
 
 
 @pytest.mark.parametrize(

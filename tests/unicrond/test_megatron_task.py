@@ -50,6 +50,12 @@ def test_megatron_samples_and_vocabulary_match_megatron() -> None:
     assert told.vocab == 256
 
 
+def test_given_pipeline_layout_says_how_many_chunks_a_stage_has() -> None:
+    for layout, vpp in (("Et|tttL", 1), ("E(t|)*3tL", 2)):
+        spec = loads(task(f"{FLAGS} --pipeline-model-parallel-layout {layout}", min_workers=4, max_workers=4))
+        assert spec.shape == Shape(2, 2, vpp=vpp)
+
+
 def test_megatron_takes_last_of_repeated_flags() -> None:
     told = read_training_flags(CommandLine.parse(["x.py", *FLAGS.split(), "--micro-batch-size", "4"]))
     assert told.micro_batch == 4
@@ -72,6 +78,18 @@ def test_megatron_takes_last_of_repeated_flags() -> None:
         (
             FLAGS + " --num-layers-per-virtual-pipeline-stage 1 --num-experts 4",
             "--num-layers-per-virtual-pipeline-stage: not with --num-experts yet; leave it out",
+        ),
+        (
+            FLAGS + " --num-virtual-stages-per-pipeline-rank 2 --num-experts 4",
+            "--num-virtual-stages-per-pipeline-rank: not with --num-experts yet; leave it out",
+        ),
+        (
+            FLAGS + " --pipeline-model-parallel-layout E(t|)*3tmL --mtp-num-layers 1",
+            "--pipeline-model-parallel-layout: not with --mtp-num-layers yet; leave it out",
+        ),
+        (
+            FLAGS + " --pipeline-model-parallel-layout Et|t|ttL",
+            "--pipeline-model-parallel-layout: its 3 stages do not divide among pp 2; use a multiple of pp",
         ),
         (
             FLAGS + " --num-experts 4 --expert-tensor-parallel-size 1",

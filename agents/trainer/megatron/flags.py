@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unicrond.events.megatron.command_line import CHECKED_FLAGS, REFUSED_FLAGS, TESTED, refusals
+from unicrond.events.megatron.command_line import (
+    CHECKED_FLAGS,
+    CHUNKS_FLAGS,
+    REFUSED_FLAGS,
+    TESTED,
+    chunks_of,
+    refusals,
+)
 from unicrond.events.vocabulary import TaskSpec
 
 __all__ = [
@@ -86,6 +93,8 @@ def drop_spreading(args: Any) -> Iterator[str]:
 
 def _vpp_of(args: Any) -> int:
     """Return what the flags come to, before Megatron has validated them."""
+    if layout := getattr(args, "pipeline_model_parallel_layout", None):
+        return int(chunks_of(layout) // args.pipeline_model_parallel_size)
     stage_layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if stage_layers is None:
         return int(chunks or 1)
@@ -105,14 +114,15 @@ def require(args: Any, spec: TaskSpec, *, on_gpu: bool) -> None:
 def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
     values = {refusal.flag: getattr(args, refusal.name, None) for refusal in REFUSED_FLAGS}
     for flag in CHECKED_FLAGS:
-        values[flag] = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        values[flag] = getattr(args, _argument(flag), None)
     yield from refusals(values)
     if getattr(args, "fp8", None) and not on_gpu:
         yield "--fp8-format: fp8 needs a GPU"
     if getattr(args, "virtual_pipeline_model_parallel_size", None) and (
         getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
     ):
-        yield "--num-layers-per-virtual-pipeline-stage: not with experts or multi-token prediction yet; leave it out"
+        flag = next((flag for flag in CHUNKS_FLAGS if getattr(args, _argument(flag), None)), CHUNKS_FLAGS[0])
+        yield f"{flag}: not with experts or multi-token prediction yet; leave it out"
     if args.use_distributed_optimizer:
         if args.fp16 or args.optimizer != "adam":
             yield "--use-distributed-optimizer: Adam in fp32 or bf16 only; leave it out"
@@ -127,6 +137,10 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if iterations != spec.iterations:
         yield f"--train-iters: Megatron reads {iterations}, the task says {spec.iterations}; submit the task again"
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def save_predicate(args: Any) -> Callable[[int], bool] | None:
