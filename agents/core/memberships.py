@@ -70,6 +70,7 @@ def _keep(transition: Transition, event: MembershipDecided, seats: tuple[SeatRun
         mtbf_us=event.mtbf_us,
         handover=event.handover,
         stop=event.stop,
+        storage_iteration=event.storage_iteration,
         warrant=_warrant_here(transition, event.task, members, warrant),
     )
     rest = {task: m for task, m in transition.memory.memberships.items() if task != event.task}

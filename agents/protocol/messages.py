@@ -186,6 +186,7 @@ class GroupMembership(WireMessage, frozen=True, kw_only=True):
 
     `passes`: None: states travel in clear. `warrant`: only between the agents of a run directory: that of the newest
     membership with this node, with its place there (events/trust/membership_certificates.py); "": none.
+    `storage_iteration`: as in MembershipDecided; None where the head is older.
     """
 
     generation: Positive
@@ -199,6 +200,7 @@ class GroupMembership(WireMessage, frozen=True, kw_only=True):
     stop: Text = ""
     passes: Passes | None = None
     warrant: Warrant = ""
+    storage_iteration: Count | None = None
 
 
 class Quit(WireMessage, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from unicrond.events.vocabulary.base import BroadcastDecision, Observation, Valu
 from unicrond.events.vocabulary.field_types import (
     Count,
     FirstSerial,
+    Iteration,
     Micros,
     Name,
     NodeNames,
@@ -72,6 +73,9 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     keeps its state: of a large group that is one event instead of one per member. Joiners are reported as ever.
 
     `takes_stacks`: the group before hangs. Agents read their workers' stacks before these leave it (StacksTaken).
+
+    `storage_iteration`: the newest checkpoint that is known of the task, 0 = there is none, None = not known. A state
+    in memory that is older is not loaded before storage has been seen.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -90,6 +94,7 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     stop: Text = ""
     leader_confirms: bool = False
     takes_stacks: bool = False
+    storage_iteration: Iteration | None = None
 
     def sentence(self) -> str:
         """Say it in one sentence."""

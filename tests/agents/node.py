@@ -139,6 +139,7 @@ def decision(
         parts=parts,
         peers=(),
         mtbf_us=9,
+        storage_iteration=4,
         handover=True,
         stop="enough",
         leader_confirms=leader_confirms,

@@ -60,6 +60,7 @@ def test_membership_is_read_from_log_without_answer(node: Node) -> None:
     assert isinstance(told, GroupMembership)
     assert told.members == tuple(Member(worker=w, node=NODE, replica=n, shard=0) for n, w in enumerate(["a.1", "a.7"]))
     assert (told.joiners, told.urgent, told.handover, told.stop, told.mtbf_us) == (("a.7",), True, True, "enough", 9)
+    assert told.storage_iteration == 4
     node.tell(decision("a", 2, ["a.2"]))
     assert generations(node) == {"a.1": 2, "a.2": 2}, "leavers hear that they leave"
     assert len(node.appended) == said

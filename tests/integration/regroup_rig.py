@@ -56,6 +56,7 @@ from unicrond.agents.protocol.messages import (
     ToWorker,
 )
 from unicrond.events.vocabulary import (
+    CheckpointSaved,
     ErrorReported,
     Member,
     MemoryService,
@@ -335,6 +336,7 @@ class Rig:
             mtbf_us=mtbf_us,
             handover=handover,
             passes=passes,
+            storage_iteration=max((m.iteration for _, m in self.said if isinstance(m, CheckpointSaved)), default=0),
         )
         self._newest = membership
         for worker in [*workers, *also]:

@@ -19,7 +19,7 @@ from unicrond.agents.trainer import lifecycle
 from unicrond.agents.trainer.groups.shard_group import ALL_REPORT_MAX, report_after_s
 from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.candidates import row_of, without_storage
+from unicrond.agents.trainer.lifecycle.candidates import UNKNOWN, row_of, without_storage
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
 from unicrond.agents.trainer.lifecycle.member_state import FOLLOWS
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
@@ -272,7 +272,7 @@ def test_nothing_begins_from_the_seed_before_storage_was_seen() -> None:
     """It hung, so what was nearer was tried first, and was torn."""
     driven = Driven(membership(1, "t.1"), iterations=9)
     driven.answers[e.CheckPeers] = lambda effect: (
-        row_of({"checkpoint": [5]}) if effect.must_see_storage else without_storage(row_of({"memory": [7]}))
+        row_of({"checkpoint": [5]}) if effect.must_see_storage else without_storage(row_of({"memory": [7]}), 0)
     )
     driven.answers[e.LoadState] = lambda effect: (
         "torn" if effect.candidate.iteration == 7 else LoadedState(5, 1.0, 10, "checkpoint", 2.0)
@@ -280,6 +280,24 @@ def test_nothing_begins_from_the_seed_before_storage_was_seen() -> None:
     seam = driven.until(e.Compute)
     assert isinstance(seam, e.Compute) and seam.ledger.iteration == 6
     assert driven.member.origin == "checkpoint"
+
+
+@pytest.mark.parametrize(("checkpoint", "source"), [(7, "memory"), (8, "checkpoint"), (UNKNOWN, "checkpoint")])
+def test_memory_older_than_known_checkpoint_is_not_taken_before_storage_was_seen(checkpoint: int, source: str) -> None:
+    """The newest in memory is torn, and the one before it is from long ago."""
+    driven = Driven(membership(1, "t.1"), iterations=10_000)
+    driven.answers[e.CheckPeers] = lambda effect: (
+        row_of({"memory": [9001, 7], "checkpoint": [9000]})
+        if effect.must_see_storage
+        else without_storage(row_of({"memory": [9001, 7]}), checkpoint)
+    )
+    driven.answers[e.LoadState] = lambda effect: (
+        "torn" if effect.candidate.iteration == 9001
+        else LoadedState(effect.candidate.iteration, 1.0, 10, effect.candidate.kind, 2.0)
+    )  # fmt: skip
+    seam = driven.until(e.Compute)
+    assert driven.member.origin == source
+    assert isinstance(seam, e.Compute) and seam.ledger.iteration == (8 if source == "memory" else 9001)
 
 
 # --- with faults ---------------------------------------------------------------------------------

@@ -15,19 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.integration.memory_nodes import OtherNode
+from tests.trainer.test_checkpoint import tree
+from tests.trainer.test_places import job
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.trainer.lifecycle.candidates import (
     OFFERS_MAX,
+    UNKNOWN,
     Candidate,
     Kind,
     is_storage_seen,
     newest,
+    oldest_allowed,
     ordered,
     row_of,
     split,
 )
-from unicrond.agents.trainer.states import sources
+from unicrond.agents.trainer.states import checkpoint, sources
 from unicrond.agents.trainer.states.origins import RunOrigin
+from unicrond.agents.trainer.states.places import StateDirectory
 from unicrond.agents.trainer.states.sources import Sources
 from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
@@ -90,7 +95,7 @@ def test_other_layout_of_same_size_needs_all_shards(other: Shape, monkeypatch: p
         OtherNode("n1", {1: memories[1]}) as here,
         OtherNode("n2", {shard: memories[shard] for shard in (0, 2, 3)}) as there,
     ):
-        told: Any = SimpleNamespace(peers=(here, there), passes=None)
+        told: Any = SimpleNamespace(peers=(here, there), passes=None, storage_iteration=0)
         looking = Sources(
             context, memories[1], told, lambda shards: {**next(iter(shards)), "rest": len([*shards])}, RunOrigin(spec)
         )
@@ -98,21 +103,21 @@ def test_other_layout_of_same_size_needs_all_shards(other: Shape, monkeypatch: p
         tree, size_bytes = looking.load(Candidate(7, "peer", 0))
         assert cast(object, tree) == {"iteration": 7, "kept": str(other), "rest": 3}
         assert (size_bytes, looking.resharded_from) == (4 * len(str(other)), str(other))
-        alone: Any = SimpleNamespace(peers=(there,), passes=None)
+        alone: Any = SimpleNamespace(peers=(there,), passes=None, storage_iteration=0)
         looking = Sources(context, memories[1], alone, lambda shards: {}, RunOrigin(spec))
         assert split(tuple(looking.row(is_first=True)))["peer"] == [], "one shard is nowhere"
     for memory in memories.values():
         memory.close()
 
 
-def looking_for(directory: str, memory: Memory | None) -> Sources:
+def looking_for(directory: str, memory: Memory | None, storage_iteration: int | None = 0) -> Sources:
     spec = TaskSpec(name="t", checkpoint=CheckpointSpec(dir=directory))
     context: Any = SimpleNamespace(
         launch=SimpleNamespace(spec=spec, task="t", shard=0, node="n1", worker="t.1"),
-        replica=SimpleNamespace(shard=0, gather=lambda row: [row], all_true=bool),
+        replica=SimpleNamespace(shard=0, gather=lambda row: [row], all_true=bool, highest=lambda *values: values),
         settings=SimpleNamespace(save_wait_s=0.1),
     )
-    nobody: Any = SimpleNamespace(peers=(), passes=None)
+    nobody: Any = SimpleNamespace(peers=(), passes=None, storage_iteration=storage_iteration)
     return Sources(context, memory, nobody, lambda shards: next(iter(shards)), RunOrigin(spec))
 
 
@@ -156,3 +161,35 @@ def test_refusing_storage_keeps_nobody_from_a_state_in_memory(
         looking_for(url, None).row(is_first=True)
     with pytest.raises(OSError, match="nowhere"):
         looking_for(url, memory).row(is_first=True, must_see_storage=True)
+
+
+@pytest.mark.parametrize(
+    ("storage_iteration", "last_write", "oldest"),
+    [(0, 0, 1), (9000, 0, 9000), (9000, 9010, 9010), (None, 9010, UNKNOWN)],
+)
+def test_unseen_storage_allows_what_is_as_new_as_the_newest_known_checkpoint(
+    memory: Memory, storage_iteration: int | None, last_write: int, oldest: int
+) -> None:
+    """By the word of the head, or of the process that has saved it."""
+    row = looking_for("nowhere://bucket/prefix", memory, storage_iteration).row(is_first=True, last_write=last_write)
+    assert split(row)["memory"] == [7] and oldest_allowed([row, row_of({"memory": [9001]})]) == oldest
+
+
+def test_storage_that_refuses_once_is_asked_again(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has is found then, and newer than what memory has kept from long ago."""
+    checkpoint.write(job(str(tmp_path), 9000), tree(9000))
+    answers = iter([OSError("503 SlowDown"), None])
+    list_all = StateDirectory.iterations
+
+    def refuse_once(place: StateDirectory) -> list[int]:
+        if (refusal := next(answers)) is not None:
+            raise refusal
+        return list_all(place)
+
+    monkeypatch.setattr(StateDirectory, "iterations", refuse_once)
+    looking = looking_for(str(tmp_path), memory, 9000)
+    assert oldest_allowed([looking.row(is_first=True)]) == 9000
+    rows = [looking.row(is_first=True, must_see_storage=True)]
+    assert oldest_allowed(rows) == 0 and ordered(rows)[0] == Candidate(9000, "checkpoint", 0)

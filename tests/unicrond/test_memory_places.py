@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.state.state import TaskStatus
 from unicrond.core.tasks import memory_places
@@ -151,3 +153,29 @@ def test_nearest_source_is_checkpoint_if_memory_is_older() -> None:
     cluster.say(host, v.CheckpointSaved(**about, iteration=4, path="/c", size_bytes=1, duration_us=1))
     task = cluster.state.tasks["solo"]
     assert memory_places.nearest(cluster.state, task) == "the checkpoint of iteration 4, if it is valid"
+
+
+def test_membership_says_which_checkpoint_is_known() -> None:
+    """So that no worker goes on from an older state in memory while storage does not answer."""
+    cluster = serving("n1", "n2")
+    cluster.submit("solo")
+    cluster.run()
+
+    def decided() -> v.MembershipDecided:
+        events = [entry.envelope.event for entry in cluster.log]
+        return [event for event in events if isinstance(event, v.MembershipDecided)][-1]
+
+    assert decided().storage_iteration is None, "nothing is committed yet: earlier runs may have left any"
+    cluster.train("solo", 5)
+    task = cluster.state.tasks["solo"]
+    assert memory_places.newest_stored(task) == 0
+    continued = replace(task.spec, start=v.TaskStart(run_id="r2", continues=("r1",)))
+    assert memory_places.newest_stored(replace(task, spec=continued)) is None
+    (worker,) = task.workers.values()
+    about = {"node": worker.node, "task": "solo", "worker": worker.worker}
+    host = cluster.hosts[worker.node]
+    cluster.say(host, v.CheckpointSaved(**about, iteration=4, path="/c", size_bytes=1, duration_us=1))
+    cluster.kill_host(host)
+    cluster.lose(host)
+    cluster.run()
+    assert decided().generation > 1 and decided().storage_iteration == 4

@@ -6,6 +6,9 @@ Rules
 * The newest iteration first: nothing is trained again that any member can still find. Of the same iteration the
   nearest: memory here, memory of another node, storage. (What is nearer is saved to more often, so it is newer as well,
   unless it was left behind by a task that has moved away since.)
+* Where storage does not say what it has, a state in memory is taken that is at least as new as the newest checkpoint
+  that the head or member 0's processes know of. Before an older one is taken, or where they do not know, storage must
+  be seen, however long that takes.
 * All members gather all rows, so that all know the candidates in the same order.
 
 Pure. How candidates are found and taken: `sources.py`.
@@ -22,8 +25,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 #: How many iterations of each kind a member offers, the newest first.
 OFFERS_MAX: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
 ROW_WORDS = sum(OFFERS_MAX.values())
-#: The last word of a row whose replica has something to offer, and could not look at storage.
-_UNSEEN = -1
+#: Of storage that was not seen: what it has is not known, and no state may be loaded before it is.
+UNKNOWN = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,20 @@ def row_of(offers: dict[Kind, list[int]]) -> list[int]:
     return row
 
 
-def without_storage(row: Sequence[int]) -> list[int]:
-    """Return the row of a worker that could not look at the storage."""
-    return [*row[:-1], _UNSEEN]
+def without_storage(row: Sequence[int], checkpoint: int) -> list[int]:
+    """Return the row of a worker that could not look at storage, and knows of none newer than `checkpoint`."""
+    return [*row[:-1], -1 - checkpoint]
 
 
 def is_storage_seen(rows: Sequence[Sequence[int]]) -> bool:
     """Return whether the rows have what storage has, as far as anybody was to look there."""
-    return all(row[-1] != _UNSEEN for row in rows)
+    return oldest_allowed(rows) == 0
+
+
+def oldest_allowed(rows: Sequence[Sequence[int]]) -> int:
+    """Return the iteration of the newest checkpoint that is known, at least 1: no older state may be loaded until
+    storage is seen. 0: it has been seen."""
+    return max((max(1, -1 - row[-1]) for row in rows if row[-1] < 0), default=0)
 
 
 def split(row: Sequence[int]) -> dict[Kind, list[int]]:

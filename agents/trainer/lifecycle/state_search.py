@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unicrond.agents.trainer.lifecycle.candidates import is_storage_seen, newest, ordered
+from unicrond.agents.trainer.lifecycle.candidates import is_storage_seen, newest, oldest_allowed, ordered
 from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRows, LoadState, Log, Send
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, resume_after
 from unicrond.agents.trainer.lifecycle.results import LoadedState, StateLost
@@ -14,8 +14,9 @@ _TRIED_CHARS = 1024
 
 
 def find_state(member: MemberState) -> Flow[int]:
-    """Have one member load the newest state that any can; return its rank. Where storage hangs, what is nearer is tried
-    first; nothing begins from the seed unseen. Throws GroupBroken, MembershipSuperseded; raises StateLost."""
+    """Have one member load the newest state that any can; return its rank. Where storage does not answer, only what
+    is as new as the newest checkpoint that is known is tried before it is seen. Throws GroupBroken,
+    MembershipSuperseded; raises StateLost."""
     assert member.membership is not None
     started_s, rank = member.clock(), member.rank
     failures: list[str] = []
@@ -42,11 +43,11 @@ def find_state(member: MemberState) -> Flow[int]:
 def _load_best(
     member: MemberState, rows: Sequence[Sequence[int]], loaded_iteration: int, started_s: float, failures: list[str]
 ) -> Flow[int | None]:
-    """Have one member load the newest state that `rows` name and that is newer than the program's; return its rank,
-    None where none is sound. Adds to `failures`."""
+    """Have one member load the newest state that `rows` name, that is newer than the program's, and may be loaded by
+    what is known of storage; return its rank, None where none is sound. Adds to `failures`."""
     rank = member.rank
     for candidate in ordered(rows):
-        if candidate.iteration <= loaded_iteration:
+        if candidate.iteration < max(loaded_iteration + 1, oldest_allowed(rows)):
             break
         outcome: LoadedState | str = ""
         if candidate.rank == rank:

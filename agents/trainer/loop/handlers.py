@@ -265,7 +265,9 @@ class EffectHandlers:
     def _check_peers(self, effect: e.CheckPeers) -> list[int]:
         saving = self.saving
         self._sources = Sources(self.context, saving.memory, effect.membership, self._resharded, saving.origin)
-        return self._sources.row(is_first=effect.is_first, must_see_storage=effect.must_see_storage)
+        return self._sources.row(
+            is_first=effect.is_first, must_see_storage=effect.must_see_storage, last_write=saving.last_write
+        )
 
     def _load_state(self, effect: e.LoadState) -> LoadedState | str:
         """Load the candidate's state here; return it, or why some shard could not. Raises StateRefused: nobody has

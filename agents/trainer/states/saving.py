@@ -117,6 +117,11 @@ class Saving:
         """Return the seconds that a write to storage took at most; 0: none was made."""
         return self._storage.longest_s
 
+    @property
+    def last_write(self) -> int:
+        """Return the iteration that was written to storage last; 0: none was."""
+        return self._storage.newest
+
     # --- at a boundary ---------------------------------------------------------------------------
 
     def _collect(self) -> None:

@@ -4,8 +4,9 @@ Rules
 -----
 * Every replica says which iterations all its shards find in their nodes' memory; member 0's replica also asks the
   other nodes, and looks at storage. All this is gathered; the order in which they are tried: `candidates.py`.
-* Storage that refuses, or hangs for longer than `UNICRON_SAVE_WAIT_S`, keeps nobody from a state in memory. Where there
-  is none, or none is sound, it is waited for, and what it raises is raised: nobody begins from the seed unseen.
+* Storage that refuses, or hangs for longer than `UNICRON_SAVE_WAIT_S`, keeps nobody from a state in memory that is as
+  new as the newest checkpoint that is known (`candidates.py`). Where there is none, or none is sound, it is waited for,
+  and what it raises is raised: nobody begins from an older state or from the seed unseen.
 * A state of another layout than the task has now is as good as one of its own: it is there where all shards of
   that layout are found, on whatever nodes, this one among them; each new shard puts its own together (`resharding.py`).
 * A state is believed when its digest is right, its names, shapes and dtypes fit, and every number is finite, for all
@@ -60,6 +61,7 @@ class Sources:
         self._memory = memory
         self._peers = membership.peers
         self._passes = membership.passes
+        self._storage_iteration = membership.storage_iteration
         self._reshard = reshard
         self._origin = origin
         self._layout = context.launch.spec.cut
@@ -69,19 +71,22 @@ class Sources:
         #: Of what was loaded last: its layout where that is another than the task's, else "".
         self.resharded_from = ""
 
-    def row(self, *, is_first: bool, must_see_storage: bool = False) -> list[int]:
-        """Return what this replica has to offer. All its shards call this. `is_first`: it is member 0's. Raises OSError
-        of storage, where it has nothing else or must see that."""
+    def row(self, *, is_first: bool, must_see_storage: bool = False, last_write: int = 0) -> list[int]:
+        """Return what this replica has to offer. All its shards call this. `is_first`: it is member 0's; `last_write`:
+        the newest checkpoint that this process has written. Raises OSError of storage, where it has nothing else or
+        must see that."""
         heads = [] if self._memory is None else self._memory.heads()
         offers: dict[Kind, list[int]] = {"memory": [head.iteration for head in heads if head.layout == self._layout]}
+        is_seen = True
         if is_first:
             offers["peer"] = self._ask_peers()
             must_see_storage |= not any(self._common(offers).values())
-            is_seen = self._look_at_storage(must=must_see_storage)
-            offers["checkpoint"] = list(self._stored)
-            if not self._context.replica.all_true(is_seen):
-                return candidates.without_storage(row_of(self._common({**offers, "checkpoint": []})))
-        return row_of(self._common(offers))
+            is_seen = self._context.replica.all_true(self._look_at_storage(must=must_see_storage))
+            offers["checkpoint"] = list(self._stored) if is_seen else []
+        row = row_of(self._common(offers))
+        if is_seen:
+            return row
+        return candidates.without_storage(row, *self._context.replica.highest(self._newest_checkpoint(last_write)))
 
     def load(self, candidate: Candidate) -> tuple[Tree, int]:
         """Load this shard's tree; return a copy of its own, and the bytes that were read for it. Raises BadState,
@@ -112,6 +117,10 @@ class Sources:
             kind: [iteration for iteration in rows[0][kind] if all(iteration in row[kind] for row in rows)]
             for kind in KINDS
         }
+
+    def _newest_checkpoint(self, last_write: int) -> int:
+        """Return the newest checkpoint that the head or this process knows of."""
+        return candidates.UNKNOWN if self._storage_iteration is None else max(self._storage_iteration, last_write)
 
     def _ask_peers(self) -> list[int]:
         launch = self._context.launch

@@ -158,6 +158,7 @@ def set_membership(
         handover=handover,
         stop=task.ending.stop,
         leader_confirms=_lead_confirms(task, members, joiners),
+        storage_iteration=memory_places.newest_stored(task),
         takes_stacks=urgent and newest is not None and newest.kind in HANGS and not newest.resumed_us,
     )
     for event in split_decision(decision, batch.survey.policy.part_bytes):

@@ -53,6 +53,14 @@ def newest_first(task: Task) -> list[KeptState]:
     return sorted(task.copies.holdings.values(), key=lambda holding: holding.iteration, reverse=True)
 
 
+def newest_stored(task: Task) -> int | None:
+    """Return the newest checkpoint that storage is known to have, 0 for none; None where it may have others: a run that
+    has committed nothing, or that goes on from an earlier one, may find any."""
+    progress, start = task.progress, task.spec.start
+    is_known = progress.checkpoint_iteration or (progress.best_iteration and not (start and start.continues))
+    return progress.checkpoint_iteration if is_known else None
+
+
 def nearest(state: ClusterState, task: Task) -> str:
     """Say in words what the task would start from without live state."""
     layouts: dict[int, dict[int, KeptState]] = {}
