@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import pytest
@@ -19,6 +19,7 @@ from unicrond import HuggingFaceTrainer, LightningStrategy
 from unicrond.agents.trainer.adapters.hugging_face import _Progress
 from unicrond.agents.trainer.loop.examination import CannotAttach
 from unicrond.agents.trainer.loop.local import LocalHook, LocalStep
+from unicrond.agents.trainer.states.state import flatten, unflatten
 from unicrond.agents.trainer.states.state_bytes import check
 
 SAMPLES = [{"rows": torch.tensor([place / 11, 1.0]), "labels": torch.tensor([place % 3 - 1.0])} for place in range(11)]
@@ -285,6 +286,35 @@ def test_lightning_state_has_the_metrics_that_are_watched(tmp_path: Path) -> Non
     other.strategy._progress.load_state_dict(state)
     assert torch.equal(other.callback_metrics["val_loss"], watched) and watched.isfinite()
     assert torch.equal(other.early_stopping_callback.best_score, trainer.early_stopping_callback.best_score)
+
+
+class Best(NamedTuple):
+    """The best score of a callback, and its step."""
+
+    score: torch.Tensor
+    step: int
+
+
+class BestScore(lightning.Callback):  # type: ignore[misc]
+    """Keeps a named tuple in its state."""
+
+    def __init__(self) -> None:
+        self.best: tuple[Any, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": Best(torch.tensor(float("nan")), 3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_named_tuple_in_state_of_lightning_callback_arrives_as_plain_one(tmp_path: Path) -> None:
+    trainer = fit(LightningStrategy(), tmp_path, best := BestScore(), max_epochs=1)
+    trainer.strategy._has_begun = False
+    trainer.strategy._progress.load_state_dict(unflatten(*flatten(trainer.strategy._progress.state_dict())))
+    score, step = best.best
+    assert score.isnan() and step == 3
 
 
 @pytest.mark.filterwarnings("ignore")

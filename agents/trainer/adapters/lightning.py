@@ -106,11 +106,11 @@ class _LoopProgress:
 
 def _kept(value: Any) -> Any:
     """Return a copy with numbers in the place of scalar tensors: those of a training state are finite, and a metric
-    need not be, nor is the best score before the first."""
+    need not be, nor is the best score before the first. Named tuples become plain ones, as in any state."""
     if isinstance(value, dict):
         return {key: _kept(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_kept, value))
+        return (list if isinstance(value, list) else tuple)(map(_kept, value))
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point():
         return {_SCALAR: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
     return copy.deepcopy(value)
@@ -122,7 +122,9 @@ def _given_back(value: Any) -> Any:
         if _SCALAR in value:
             return torch.tensor(value[_SCALAR], dtype=getattr(torch, value["dtype"]))
         return {key: _given_back(inner) for key, inner in value.items()}
-    return type(value)(map(_given_back, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(_given_back, value))
+    return value
 
 
 class LightningStrategy(SingleDeviceStrategy):  # type: ignore[misc]
