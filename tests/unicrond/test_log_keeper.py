@@ -166,6 +166,22 @@ async def test_keeper_restarts_server_only_if_store_has_room(tmp_path: Path, cap
     assert caplog.text.count("the coordinator cannot decide: full; appends wait, nothing is lost") == 2
 
 
+async def test_keeper_says_that_the_volume_of_the_log_cannot_be_read(tmp_path: Path) -> None:
+    """It is unmounted, say: nobody knows how much room there is, and the head goes on."""
+    directory, log, server = tmp_path / "nats", Log(), Stuck(tmp_path / "nats")
+    directory.mkdir()
+    keeper = LogKeeper(log, Bus(), server, restart_after_s=0.02, look_every_s=0.01)
+    log.trouble = "appends fail"
+    assert keeper.trouble == "appends fail"
+    directory.rmdir()
+    cause = f"the volume of {directory} cannot be read (No such file or directory), mend it: "
+    assert keeper.trouble == f"{cause}appends fail"
+    running = asyncio.create_task(keeper.run())
+    await asyncio.wait([running], timeout=0.3)
+    assert not running.done() and not server.stopped.is_set()
+    running.cancel()
+
+
 async def test_keeper_reports_silent_bus(tmp_path: Path) -> None:
     bus, log = Bus(), Log()
     keeper = LogKeeper(log, bus, None)

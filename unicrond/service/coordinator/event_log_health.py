@@ -134,7 +134,13 @@ class LogKeeper:
     @property
     def _full_volume(self) -> str:
         """The cause, where our server has no room: it says something else then, or nothing."""
-        if self._server is None or shutil.disk_usage(self._server.directory).free >= FULL_BYTES:
+        if self._server is None:
+            return ""
+        try:
+            free_bytes = shutil.disk_usage(self._server.directory).free
+        except OSError as error:
+            return f"the volume of {self._server.directory} cannot be read ({error.strerror}), mend it: "
+        if free_bytes >= FULL_BYTES:
             return ""
         return f"the volume of {self._server.directory} is full, make room there: "
 
@@ -204,7 +210,10 @@ class LogKeeper:
         server = self._server
         if server is None or not server.is_running():
             return False
-        usage = shutil.disk_usage(server.directory)
+        try:
+            usage = shutil.disk_usage(server.directory)
+        except OSError:
+            return False  # `trouble` says so; no server helps where its volume is gone
         enough = min(ROOM_BYTES, ROOM_SHARE * usage.total) if self._room_bytes is None else self._room_bytes
         if usage.free < enough:
             return False
