@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,14 +46,18 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     directory = tmp_path_factory.mktemp("callers")
     login = agent_login("n1")
     users = [load_or_create_key(directory, name).user for name in (login, Role.COORDINATOR, Role.OPERATOR)]
-    server = EmbeddedServer(directory / "nats", users=users)
-    await server.start()
-    operator, head = [
-        await connect(server.url, name=name, login=Login(key=directory / f"{name}.key"), timeout_s=20)
-        for name in (Role.OPERATOR, Role.COORDINATOR)
-    ]
     agent, headers = Client(), asyncio.Queue[bytes]()
-    try:
+    async with AsyncExitStack() as stack:
+        server = EmbeddedServer(directory / "nats", users=users)
+        stack.push_async_callback(server.kill)
+        await server.start()
+        operator, head = [
+            await connect(server.url, name=name, login=Login(key=directory / f"{name}.key"), timeout_s=20)
+            for name in (Role.OPERATOR, Role.COORDINATOR)
+        ]
+        for connection in (operator, head):
+            stack.push_async_callback(connection.close)
+        stack.push_async_callback(agent.close)
         await create_streams(operator)
         session = await head.session()
         for subject in AGENT_CALLS:
@@ -62,11 +67,6 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
         name = f'n1","acc":"AGENTS","user":"{VICTIM.decode()}"}}\r\n{FORGED.decode()}'
         await agent.connect(server.url, name=name, **Login(key=directory / f"{login}.key").options())
         yield Site(agent, users[0].key, headers)
-    finally:
-        await agent.close()
-        await head.close()
-        await operator.close()
-        await server.kill()
 
 
 async def heard(site: Site, headers: bytes) -> bytes:
@@ -139,13 +139,18 @@ async def test_all_that_an_agent_may_ask_counts_for_it(mode: str, tmp_path: Path
         server, agent = Server(tmp_path), Impostor()
         files = [server.credentials(login) for login in logins]
     state = ClusterState(logins=keys)
-    await server.start()
     fuses = Fuses(lambda: state, lambda: 1, "")
-    operator, head = [
-        await connect(server.url, name="x", login=Login(key=path), timeout_s=20) for path in (files[2], files[1])
-    ]
-    watching = asyncio.create_task(fuses.watch(head))
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.kill)
+        await server.start()
+        operator, head = [
+            await connect(server.url, name="x", login=Login(key=path), timeout_s=20) for path in (files[2], files[1])
+        ]
+        for connection in (operator, head):
+            stack.push_async_callback(connection.close)
+        stack.push_async_callback(agent.close)
+        watching = asyncio.create_task(fuses.watch(head))
+        stack.callback(watching.cancel)
         await create_streams(operator)
         await ensure_command_consumer(head, "n1", ())
         await agent.connect(server.url, **Login(key=files[0]).options())
@@ -158,9 +163,3 @@ async def test_all_that_an_agent_may_ask_counts_for_it(mode: str, tmp_path: Path
                     await agent.flush()
                     await session.client.flush()
         assert fuses._entrance._counts.keys() == {"n1"}
-    finally:
-        watching.cancel()
-        await agent.close()
-        await head.close()
-        await operator.close()
-        await server.kill()

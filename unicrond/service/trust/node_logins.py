@@ -171,9 +171,8 @@ class NodeLogins:
         if self._server is None:
             return True
         try:
-            await self._server.let_in(
-                [*roles, *users]
-            )  # first: while a node floods the disk, to write there takes long
+            # First: while a node floods the disk, to write there takes long.
+            await self._server.let_in([*roles, *users])
             await asyncio.to_thread(remember, self._path, users)
         except (ServerError, OSError) as error:
             self.trouble = str(error)
