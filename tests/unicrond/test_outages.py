@@ -356,6 +356,32 @@ def test_task_that_lost_a_node_for_good_gets_the_seats_of_one_that_fails() -> No
     assert len(members(cluster, "sound")) == 1
 
 
+def test_task_that_lost_a_node_for_good_leaves_the_seats_of_one_that_fails_while_others_are_free() -> None:
+    """What fails is tried again until people stop it, and nobody else needs its seat."""
+    cluster = MiniCluster(0, Policy(outage_hold_s=120.0))
+    for name in RACKS[:4]:
+        cluster.add_host(name)
+    cluster.submit("sound", max_workers=3)
+    cluster.run()
+    hit = [node for (node,) in cluster.state.plan.assignments["sound"].replicas]
+    cluster.submit("typo", max_workers=1)
+    cluster.run()
+    cluster.train("sound", 3)
+    ((rest,),) = cluster.state.plan.assignments["typo"].replicas
+    for _ in range(LOOPING_MIN + 1):
+        end(cluster, "typo")
+        cluster.run()
+    spare = f"{rest}-spare"
+    cluster.add_host(spare)
+    cluster.run()
+    lose_rack(cluster, hit)
+    cluster.run()
+    cluster.append(v.ForgetRequested(node=hit[0], reason="sold", leave=False), "api", cluster.state.term)
+    cluster.run()
+    assert {node for (node,) in cluster.state.plan.assignments["sound"].replicas} == {spare, *hit[1:]}
+    assert cluster.state.plan.assignments["typo"].replicas == ((rest,),)
+
+
 # --- labels --------------------------------------------------------------------------------------
 
 

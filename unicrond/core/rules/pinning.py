@@ -63,9 +63,11 @@ def _pins(survey: Survey, candidates: Sequence[Task]) -> dict[str, tuple[Replica
     free = Counter(dict(survey.capacity))
     stays: dict[str, list[Replica]] = {}
     names = {task.name for task in tasks}
+    of_failing = Counter[str]()
     for task in sorted(survey.active, key=lambda task: task.name not in names):
-        if task.name in survey.failing and task.name not in names:
-            continue  # it has only what others have no use for
+        if task.name in survey.failing and task.name not in names:  # it has only what others have no use for
+            of_failing.update(node for nodes in _living(survey, task) for node in nodes)
+            continue
         stays[task.name] = []
         for nodes in _living(survey, task):
             if all(free[node] >= number for node, number in Counter(nodes).items()):
@@ -75,9 +77,12 @@ def _pins(survey: Survey, candidates: Sequence[Task]) -> dict[str, tuple[Replica
     for task in tasks:
         share = state.plan.assignments[task.name]
         replicas = stays[task.name]
-        missing = len(share.replicas) - len(replicas)
-        if missing > 0:
-            room = {node: slots for node, slots in free.items() if slots > 0 and _is_open(survey, task, node)}
+        for lent in (of_failing, Counter[str]()):  # nobody leaves a seat while another is free
+            missing = len(share.replicas) - len(replicas)
+            if missing <= 0:
+                break
+            room = {node: free[node] - lent[node] for node in free if _is_open(survey, task, node)}
+            room = {node: slots for node, slots in room.items() if slots > 0}
             placement = place({task.name: missing}, {task.name: shape_of(survey, task)}, room, {})
             for nodes in placement.replicas[task.name]:
                 free.subtract(nodes)
