@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from unicrond.core.faults.links import Pair, barred_pairs
+from unicrond.core.faults.local_faults import nodes_to_leave
 from unicrond.core.faults.program_faults import CLAIM_US, avoided_nodes, is_claimed_soon, is_failing
 from unicrond.core.nodes import brakes, gpu_types, outages
 from unicrond.core.planning.problem import Curve
@@ -223,7 +224,7 @@ class Survey:
 
     def _may_leave(self, task: Task, node: str) -> bool:
         """Return whether the plan in force has the task off the node, or all seats that it has there would be free on
-        others."""
+        others that it may have, in whole tensor-parallel groups."""
         assignments = self.state.plan.assignments
         assignment = assignments.get(task.name)
         if assignment is None or not any(node in nodes for nodes in assignment.replicas):
@@ -233,7 +234,10 @@ class Survey:
         is_hit = any(not absentees.isdisjoint(nodes) for nodes in assignment.replicas)
         slots = self._plan_slots if is_hit else self.capacity
         seats = Counter(name for other in assignments.values() for nodes in other.replicas for name in nodes)
-        free = sum(max(0, count - seats[name]) for name, count in slots.items() if name != node)
+        barred, gpu = {node, *nodes_to_leave(task)}, self.type_of(task)
+        open_nodes = [name for name in slots if name not in barred and (not self.types or self.gpus.get(name) == gpu)]
+        tp = assignment.tp or task.spec.tp
+        free = sum(max(0, slots[name] - seats[name]) // tp * tp for name in open_nodes)
         return free >= sum(nodes.count(node) for nodes in assignment.replicas)
 
     def room_without(self, node: str, look: Callable[[Survey, str], bool]) -> bool:
