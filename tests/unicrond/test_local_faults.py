@@ -11,7 +11,8 @@ from tests.unicrond.test_program_faults import cluster_of, crash_until_over, end
 from unicrond.core.deciding import response
 from unicrond.core.faults import local_faults
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.state import TaskStatus
+from unicrond.core.state.state import NodeStatus, TaskStatus
+from unicrond.core.state.task_parts import LocalFault, Troubles
 from unicrond.display.describe import describe_object
 from unicrond.events import vocabulary as v
 from unicrond.views.notifications import step_notices
@@ -136,6 +137,24 @@ def test_program_is_tried_elsewhere_where_all_its_workers_of_the_node_have_room(
     cluster.run()
     assert cluster.state.plan.epoch - since == moves
     assert {worker.node for worker in cluster.state.tasks["big"].workers.values()} == {"n1" if moves else "n0"}
+
+
+@pytest.mark.parametrize("slots", [(1, 1), (2, 0)], ids=["apart", "together"])
+def test_program_of_tensor_parallel_workers_is_tried_elsewhere_where_whole_groups_have_room(
+    slots: tuple[int, int],
+) -> None:
+    cluster = cluster_of(0)
+    cluster.add_host("n0", slots=2)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=2)
+    cluster.run()
+    for number, count in enumerate(slots, 1):
+        if count:
+            cluster.add_host(f"n{number}", slots=count)
+    cluster.run()
+    cluster.train("big", 3)
+    for _ in range(2):
+        end(cluster, "big")
+    assert Survey(cluster.state, cluster.policy).avoided == ({"big": ("n0",)} if slots == (2, 0) else {})
 
 
 def test_failed_task_with_local_fault_readmits_no_flapping_node() -> None:
@@ -488,3 +507,83 @@ def test_conviction_alone_takes_one_node_at_a_time() -> None:
             corrupt(cluster, suspect, "checksum", reporter=number, iteration=21, task=name)
     isolations = list(response.isolations(Survey(cluster.state, cluster.policy)))
     assert len(isolations) == 1
+
+
+def test_accusation_beside_an_exited_worker_counts() -> None:
+    """It is no member of the state's workers any more, and one of the membership still."""
+    cluster = MiniCluster(1, check_s=0.0)
+    for number in range(4):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
+    cluster.run()
+    cluster.train("big", 20)
+    before, bad = members(cluster), node_of(cluster, 2)
+    cluster.kill_worker(cluster.hosts[bad], before[3])
+    for number in (0, 4):
+        corrupt(cluster, before[2], "checksum", reporter=number, iteration=21)
+    assert not cluster.state.refusals and faults(cluster, "big") == {bad}
+
+
+def test_replicas_of_one_node_convict_no_other_node() -> None:
+    """The one library of their node may be wrong: the third is replaced, and its node is as it was."""
+    cluster = MiniCluster(1, check_s=60.0)
+    for number, slots in enumerate((2, 1, 1)):
+        cluster.add_host(f"n{number}", slots)
+    cluster.submit("big", min_workers=2, max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    nodes = [node_of(cluster, number) for number in range(3)]
+    (good,) = [node for node in nodes if nodes.count(node) == 1]
+    suspect = members(cluster)[nodes.index(good)]
+    for number, node in enumerate(nodes):
+        if node != good:
+            corrupt(cluster, suspect, "checksum", reporter=number, iteration=21)
+    cluster.run()
+    assert suspect not in members(cluster) and not faults(cluster, "big") and not said(cluster, v.NodeIsolated)
+
+
+def test_conviction_elsewhere_acquits_no_node_of_refuted_losses() -> None:
+    cluster = cluster_of(4)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    task, now_us = cluster.state.tasks["big"], cluster.state.now_us
+    losses = {"n1": LocalFault(text="no finite loss", at_us=now_us, refuted=2)}
+    troubles = replace(task.troubles, local_faults=losses, convictions_us={"n2": now_us})
+    cluster.state = replace(cluster.state, tasks={"big": replace(task, troubles=troubles)})
+    assert [node for node, _ in local_faults.accused_nodes(cluster.state)] == ["n1"]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["broken", "lost"])
+def test_node_to_check_waits_for_broken_ones_and_not_for_lost_ones(lost: bool) -> None:
+    cluster = trained(7, check_s=60.0)
+    first, second = node_of(cluster, 0), node_of(cluster, 1)
+    task, now_us = cluster.state.tasks["big"], cluster.state.now_us
+    fault = LocalFault(text="its replica differs", at_us=now_us, refuted=1)
+    if lost:  # of another node another task says so, and that one is away
+        first = next(node for node in cluster.hosts if not cluster.state.by_node.on(node))
+        other = replace(task, spec=replace(task.spec, name="a"), workers={}, membership=None)
+        other = replace(other, troubles=Troubles(local_faults={first: fault}, convictions_us={first: now_us}))
+        nodes = cluster.state.nodes | {first: replace(cluster.state.nodes[first], status=NodeStatus.LOST)}
+        cluster.state = replace(cluster.state, nodes=nodes, tasks={"a": other, "big": task})
+    troubles = Troubles(local_faults={second: fault}, convictions_us={second: now_us})
+    tasks = {**cluster.state.tasks, "big": replace(task, troubles=troubles)}
+    cluster.state = replace(cluster.state, tasks=tasks)
+    if not lost:
+        cluster.report(members(cluster)[0], "ecc_error")
+    isolations = [node for node, _ in response.isolations(Survey(cluster.state, cluster.policy))]
+    assert isolations == ([second] if lost else [first])
+
+
+def test_losses_long_apart_are_refuted_once() -> None:
+    cluster = cluster_of(3)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 20)
+    bad = node_of(cluster, 1)
+    nan_on(cluster, "big", bad)
+    cluster.train("big", 20)
+    cluster.run()
+    cluster.now_us += local_faults.TOGETHER_US
+    nan_on(cluster, "big", bad)
+    assert cluster.state.tasks["big"].troubles.local_faults[bad].refuted == 1 and not said(cluster, v.NodeIsolated)

@@ -204,7 +204,6 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
     state, policy = survey.state, survey.policy
     faults = [fault for task in state.active for fault in _faulty_nodes(survey, task)]
     faults += local_faults.accused_nodes(state)
-    faults += _node_to_check(survey)
     if not _has_other_node(state, {node for node, _ in faults}):
         faults = []
     window_us = int(policy.flap_window_s * _SECOND_US)
@@ -214,6 +213,7 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
     accused = {node for node, _ in faults} | {incident.node for incident in blamed} | {*broken_nodes}
     flaps_max = policy.flaps_max
     candidates = dict.fromkeys([*survey.nodes.returned, *survey.nodes.foretold, *accused])
+    is_calm = True
     for name in in_order(state.nodes, [name for name in candidates if name in state.nodes]):
         node = state.nodes[name]
         if node.isolation.active or node.status is not NodeStatus.UP:
@@ -228,7 +228,10 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
         elif node.name in broken_nodes:
             reasons.append(holds[node.name].reason)
         if reasons:
+            is_calm = False
             yield node.name, reasons[0]
+    if is_calm:
+        yield from _node_to_check(survey)
 
 
 def _node_to_check(survey: Survey) -> list[tuple[str, str]]:

@@ -16,12 +16,12 @@ Rules
   calm there; a second one on the node isolates it. Where no member had survived, or another one of the node has
   computed it, nothing is refuted, and the rules above hold. An isolated node is checked as any other, and comes back.
 * A replica that is convicted of other bits (folding/suspicions.py) is refuted likewise, once, however many of its
-  workers are: the majority has computed the same from the same. One that stands on several nodes accuses none: what
-  one of them computes wrongly, all have. Such a node goes to its health check at once where there is a check, which
-  tells a flipped bit from a bad chip, and where nobody pays for it: no other task has workers there, and the slots of
-  the others suffice for every task's minimum. One node at a time, while none else is isolated, and never with the last
-  half of what the brakes allow in an hour: that is for nodes that are known to be broken. Else it takes a second one,
-  as above.
+  workers are: the majority has computed the same from the same, on two other nodes at least. One that stands on several
+  nodes accuses none: what one of them computes wrongly, all have. Such a node goes to its health check at once where
+  there is a check, which tells a flipped bit from a bad chip, and where nobody pays for it: no other task has workers
+  there, and the slots of the others suffice for every task's minimum. One node at a time, while no other is isolated
+  or about to be, and never with the last half of what the brakes allow in an hour: that is for nodes that are known to
+  be broken. Else it takes a second one, as above.
 * A task whose replicas were convicted on two nodes within an hour accuses neither, and leaves neither: a program that
   computes something else now and then does so anywhere.
 * A local fault is forgotten when the node's agent starts anew, when a person uncordons the node, when it is readmitted,
@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from unicrond.core.state.changes import with_task
-from unicrond.core.state.state import ClusterState, Task
+from unicrond.core.state.state import ClusterState, NodeStatus, Task
 from unicrond.core.state.task_parts import CALM_ITERATIONS, Crashes, LocalFault, Troubles
 from unicrond.core.state.workers import Worker
 from unicrond.events.vocabulary import StepCommitted
@@ -62,8 +62,7 @@ def after_commit(task: Task, event: StepCommitted, *, calm: bool, now_us: int) -
     if crashes is not None and _is_refuted(task, event, crashes):
         (node,) = crashes.nodes
         text = f"{crashes.text}, and the same micro-batch is finite on other nodes"
-        times = faults[node].refuted + 1 if node in faults else 1
-        faults = faults | {node: LocalFault(text=text, at_us=now_us, refuted=times)}
+        faults = faults | {node: _refuted_again(faults.get(node), text, now_us)}
         return replace(troubles, crashes=None, local_faults=faults)
     if crashes is not None and not crashes.waits and event.last >= crashes.best + CALM_ITERATIONS:
         for node in crashes.nodes if len(crashes.nodes) == 1 else ():
@@ -127,32 +126,37 @@ def nodes_to_check(state: ClusterState) -> Iterator[tuple[str, str]]:
     for task in state.open_tasks:
         for node, fault in _of_nodes(state, task):
             tenants = {name for name, worker in state.by_node.on(node) if state.tasks[name].workers[worker].alive}
-            if node in task.troubles.convictions_us and tenants <= {task.name}:
+            is_up = node in state.nodes and state.nodes[node].status is NodeStatus.UP
+            if is_up and node in task.troubles.convictions_us and tenants <= {task.name}:
                 yield node, f"{task.name}: {fault.text}"
 
 
 def _of_nodes(state: ClusterState, task: Task) -> Iterator[tuple[str, LocalFault]]:
     """Yield the refuted faults of the last hour that speak against their nodes, and not against the program."""
     since_us = state.now_us - TOGETHER_US
-    convicted_nodes = {node for node, at_us in task.troubles.convictions_us.items() if at_us >= since_us}
+    places = {node for node, at_us in task.troubles.convictions_us.items() if at_us >= since_us}
     for node, fault in task.troubles.local_faults.items():
-        if fault.refuted and fault.at_us >= since_us and convicted_nodes <= {node}:
+        if fault.refuted and fault.at_us >= since_us and not (node in places and len(places) > 1):
             yield node, fault
 
 
 def convicted(task: Task, suspect: Worker, text: str, now_us: int) -> Task:
     """Return the task after the replica of `suspect`, which stands on one node, was convicted of other bits. `text`:
     what it has done, in words."""
-    troubles, node, since_us = task.troubles, suspect.node, now_us - TOGETHER_US
-    recent = {place: at_us for place, at_us in troubles.convictions_us.items() if at_us >= since_us}
+    troubles, node = task.troubles, suspect.node
+    recent = {place: at_us for place, at_us in troubles.convictions_us.items() if now_us - at_us <= TOGETHER_US}
     faults = troubles.local_faults
     if {*recent} - {node}:  # the program's: it is held against no node
         faults = {place: fault for place, fault in faults.items() if place not in recent and place != node}
     else:
-        old = faults.get(node)
-        times = old.refuted if old is not None and old.at_us >= since_us else 0
-        faults = faults | {node: LocalFault(text=text, at_us=now_us, refuted=times + 1)}
+        faults = faults | {node: _refuted_again(faults.get(node), text, now_us)}
     return replace(task, troubles=replace(troubles, local_faults=faults, convictions_us=recent | {node: now_us}))
+
+
+def _refuted_again(old: LocalFault | None, text: str, now_us: int) -> LocalFault:
+    """Return what is held against a node where it was refuted once more. `old`: what was before."""
+    times = old.refuted if old is not None and now_us - old.at_us <= TOGETHER_US else 0
+    return LocalFault(text=text, at_us=now_us, refuted=times + 1)
 
 
 def fault_text(task: Task, node: str) -> str:

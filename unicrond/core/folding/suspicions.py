@@ -26,6 +26,9 @@ _CONVICTING: Mapping[v.CorruptionSign, str] = {
     "micro_batch": "computes other gradients from the same micro-batch than the other replicas",
 }
 
+#: On so many nodes others must have computed something else before a conviction speaks against the suspect's.
+_NODES_MIN = 2
+
 
 def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
     """Record that one worker is late; when the members' suspicions agree on a verdict, that is an incident."""
@@ -76,13 +79,12 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     task, worker = pair
     if event.generation != task.generation or not task.is_member(worker.worker) or task.troubles.program_diverges:
         return state
-    had_convict = _has_convict(task, worker, event.iteration)
-    accusers = task.group.accusations.get(worker.worker, {}) | {event.worker: event.iteration}
+    before, accusers = task, task.group.accusations.get(worker.worker, {}) | {event.worker: event.iteration}
     task = replace(task, group=replace(task.group, accusations=task.group.accusations | {worker.worker: accusers}))
-    if not _is_convicted(task, worker, event.iteration):
+    if not _is_convicted(task, worker.worker, event.iteration):
         return with_task(state, task)
     failure = _CONVICTING[event.sign].format(iteration=event.iteration)
-    if not had_convict and _is_on_one_node(task, worker) and brakes.eviction_limit(state, task) is None:
+    if _speaks_against_node(before, task, worker, event.iteration) and brakes.eviction_limit(state, task) is None:
         task = local_faults.convicted(task, worker, f"its replica {failure}", state.now_us)
     state = with_task(state, task)
     return holds.suspect(state, task.name, worker, "corruption", failure, envelope.observed_at_us)
@@ -120,30 +122,32 @@ def _most_agree(
     return 2 * len(agreeing) > replicas
 
 
-def _replica_of(task: Task, worker: Worker) -> list[Worker]:
-    """Return the members that are a replica together with this one."""
-    members = task.membership.members if task.membership else ()
-    replica = next((member.replica for member in members if member.worker == worker.worker), None)
-    return [task.workers[member.worker] for member in members if member.replica == replica]
+def _speaks_against_node(before: Task, after: Task, suspect: Worker, iteration: int) -> bool:
+    """Return whether the conviction is its replica's first in this iteration, the replica stands on one node, and its
+    accusers stand on others, two at least: two replicas of one node may be wrong alike. `before`, `after`: without the
+    last accusation and with it."""
+    members = after.membership.members if after.membership else ()
+    own = next(member for member in members if member.worker == suspect.worker)
+    replica = [member for member in members if member.replica == own.replica]
+    if {member.node for member in replica} != {own.node}:
+        return False
+    accusers = after.group.accusations[suspect.worker]
+    nodes = {member.node for member in members if accusers.get(member.worker) == iteration}
+    if len(nodes - {own.node}) < _NODES_MIN:
+        return False
+    suspects = [member.worker for member in replica if member.worker in before.group.accusations]
+    return not any(_is_convicted(before, name, iteration) for name in suspects)
 
 
-def _is_on_one_node(task: Task, worker: Worker) -> bool:
-    return {member.node for member in _replica_of(task, worker)} == {worker.node}
-
-
-def _has_convict(task: Task, worker: Worker, iteration: int) -> bool:
-    """Return whether one of the worker's replica was convicted before the same iteration."""
-    return any(_is_convicted(task, member, iteration) for member in _replica_of(task, worker))
-
-
-def _is_convicted(task: Task, suspect: Worker, iteration: int) -> bool:
+def _is_convicted(task: Task, suspect: str, iteration: int) -> bool:
     """Return whether enough replicas accuse the suspect before the same iteration: more than half of all replicas of
     the task, the suspect among them, whoever speaks. So no innocent is evicted unless most replicas lie, and of two
     neither's word is enough. A replica has one vote, that of its worker with the suspect's shard, which alone has the
     same parameters to compare."""
     members = task.membership.members if task.membership else ()
-    peers = {member.worker for member in members if member.shard == suspect.shard} - {suspect.worker}
-    accusers = task.group.accusations.get(suspect.worker, {})
+    shard = next((member.shard for member in members if member.worker == suspect), None)
+    peers = {member.worker for member in members if member.shard == shard} - {suspect}
+    accusers = task.group.accusations[suspect]
     votes = sum(accusers.get(peer) == iteration for peer in peers)
     replicas = len(peers) + 1
     return 2 * votes > replicas
