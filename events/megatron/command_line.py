@@ -97,8 +97,15 @@ _GLOBAL_AUX_LOSS = RefusedFlag(
 _NO_EXPERTS = RefusedFlag(
     "--expert-model-parallel-size", "there are no experts to spread; give --num-experts, or leave it out", (1,)
 )
+#: With `SHARDED`, in whose place unicrond's own optimizer stands. The format: where checkpoints are asked for.
+SHARDED = "--use-distributed-optimizer"
+_UNSHARDED = (RefusedFlag("--fp16", ""), RefusedFlag("--optimizer", "", ("adam",)))
+_UNSHARDED_FORMAT = RefusedFlag("--ckpt-format", f"with {SHARDED} torch_dist only", ("torch_dist",))
+_CHECKPOINTS = ("--save", "--load")
 #: What `refusals` asks for beside the flags of the table.
-CHECKED_FLAGS = (_GLOBAL_AUX_LOSS.flag, _NO_EXPERTS.flag, "--num-experts")
+CHECKED_FLAGS = (
+    _GLOBAL_AUX_LOSS.flag, _NO_EXPERTS.flag, "--num-experts", SHARDED, "--fp16", _UNSHARDED_FORMAT.flag, *_CHECKPOINTS,
+)  # fmt: skip
 
 
 def refusals(values: Mapping[str, object]) -> Iterator[str]:
@@ -110,6 +117,12 @@ def refusals(values: Mapping[str, object]) -> Iterator[str]:
         yield f"{_GLOBAL_AUX_LOSS.flag}: {_GLOBAL_AUX_LOSS.reason}"
     if _NO_EXPERTS.refuses(values.get(_NO_EXPERTS.flag)) and not values.get("--num-experts"):
         yield f"{_NO_EXPERTS.flag}: {_NO_EXPERTS.reason}"
+    if values.get(SHARDED):
+        if any(refusal.refuses(values.get(refusal.flag)) for refusal in _UNSHARDED):
+            yield f"{SHARDED}: Adam in fp32 or bf16 only; leave it out"
+        has_checkpoints = any(values.get(flag) for flag in _CHECKPOINTS)
+        if has_checkpoints and _UNSHARDED_FORMAT.refuses(values.get(_UNSHARDED_FORMAT.flag)):
+            yield f"{_UNSHARDED_FORMAT.flag}: {_UNSHARDED_FORMAT.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +257,7 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
         seq=line.number("--seq-length", "--encoder-seq-length"),
         vocab=_vocabulary(line, cut.tp),
         dropout=_dropout(line),
-        distributed="--use-distributed-optimizer" in line.flags,
+        distributed=SHARDED in line.flags,
         notes=tuple(_notes(line)),
     )
 
@@ -328,7 +341,7 @@ def _dropout(line: CommandLine) -> float:
 
 def _notes(line: CommandLine) -> Iterator[str]:
     """Yield what a person should know about the task."""
-    if "--use-distributed-optimizer" in line.flags:
+    if SHARDED in line.flags:
         yield "the optimizer's state is shared over the replicas by unicrond, not by Megatron's DistributedOptimizer"
     if "--vocab-size" not in line.flags:
         yield "the vocabulary is counted as 50257: only the tokenizer on the nodes knows it (used to count FLOP)"

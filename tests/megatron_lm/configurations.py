@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.megatron_lm.fixtures import archives
-from unicrond.events.megatron.command_line import BadFlags, CommandLine, refusals
+from unicrond.events.megatron.command_line import BadFlags, CommandLine, read_training_flags, refusals
 from unicrond.intake.megatron_init import parse_script, task_file
 from unicrond.intake.task_file import loads
 
@@ -62,8 +62,14 @@ def reasons(words: Sequence[str]) -> list[str]:
     try:
         loads(task_file(parse_script(script(words)), base=Path("/opt/Megatron-LM")))
     except BadFlags as error:
-        line = CommandLine.parse(words)
-        return list(refusals({name: value or True for name, value in line.flags.items()})) or [str(error)]
+        flags = CommandLine.parse(words).flags
+        refused = list(refusals({name: value or True for name, value in flags.items()}))
+        names = {reason.partition(":")[0] for reason in refused}
+        try:  # what would be said without these
+            read_training_flags(CommandLine(words[0], {flag: flags[flag] for flag in flags if flag not in names}))
+        except BadFlags as other:
+            refused.append(str(other))
+        return refused or [str(error)]
     return []
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from unicrond.agents.trainer.megatron.flags import apply_task_layout, drop_spreading, take_over
-from unicrond.events.megatron.command_line import chunks_of
+from unicrond.agents.trainer.megatron.flags import FlagsRefused, apply_task_layout, drop_spreading, require, take_over
+from unicrond.events.megatron.command_line import SHARDED, chunks_of
 from unicrond.events.vocabulary import TaskSpec
 
 
@@ -118,6 +118,20 @@ def test_spreading_of_megatrons_optimizer_is_dropped() -> None:
     ]
     assert (args.num_distributed_optimizer_instances, args.overlap_param_gather_with_optimizer_step) == (1, False)
     assert list(drop_spreading(args)) == list(drop_spreading(parsed())) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"fp16": True}, f"args: {SHARDED}: Adam in fp32 or bf16 only; leave it out"),
+        ({"ckpt_format": "torch", "save": "/x"}, f"args: --ckpt-format: with {SHARDED} torch_dist only"),
+    ],
+)
+def test_worker_refuses_what_submission_refuses(flags: dict[str, object], line: str) -> None:
+    args = parsed(**{"use_distributed_optimizer": True, "optimizer": "adam", **flags})
+    with pytest.raises(FlagsRefused) as refused:
+        require(args, task(), on_gpu=False)
+    assert str(refused.value) == line
 
 
 def test_reduction_inside_replica_sums() -> None:

@@ -12,7 +12,7 @@ from unicrond.core.tasks.reshaping import is_in_place
 from unicrond.core.tasks.reshaping import layouts_of as layouts_of_task
 from unicrond.core.tasks.task_rules import nearest, spec_faults
 from unicrond.ctl.main import main
-from unicrond.events.megatron.command_line import BadFlags, CommandLine, read_training_flags
+from unicrond.events.megatron.command_line import SHARDED, BadFlags, CommandLine, read_training_flags
 from unicrond.events.vocabulary import LayoutSpec, ReshapeRequested, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.intake.task_file import TaskFileError, load, loads
@@ -100,6 +100,10 @@ def test_megatron_takes_last_of_repeated_flags() -> None:
             "--expert-model-parallel-size: 3 does not divide 4 experts; use another",
         ),
         (FLAGS + " --num-experts 4 --expert-tensor-parallel-size 4", "--expert-tensor-parallel-size: 4 is not tp (2)"),
+        (f"{FLAGS} {SHARDED} --fp16", f"{SHARDED}: Adam in fp32 or bf16 only; leave it out"),
+        (f"{FLAGS} {SHARDED} --optimizer sgd", f"{SHARDED}: Adam in fp32 or bf16 only; leave it out"),
+        (f"{FLAGS} {SHARDED} --save /x --ckpt-format torch", f"--ckpt-format: with {SHARDED} torch_dist only"),
+        (f"{FLAGS} {SHARDED} --load /x --ckpt-format zarr", f"--ckpt-format: with {SHARDED} torch_dist only"),
         (FLAGS + " --train-samples 3", "--train-samples: fewer than one global batch of 16"),
     ],
 )
@@ -119,6 +123,9 @@ def test_megatron_refuses_unsupported_flag_by_name(flags: str, reason: str) -> N
         "--expert-model-parallel-size=1",
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --num-experts 4",
         "--expert-tensor-parallel-size 1",
+        "--fp16 --optimizer sgd --save /x --ckpt-format torch",
+        f"{SHARDED} --bf16 --optimizer adam --save /x --load /x --ckpt-format torch_dist",
+        f"{SHARDED} --ckpt-format torch",
     ],
 )
 def test_megatron_accepts_harmless_values_of_unsupported_flags(flags: str) -> None:

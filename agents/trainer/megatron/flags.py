@@ -123,11 +123,6 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
     ):
         flag = next((flag for flag in CHUNKS_FLAGS if getattr(args, _argument(flag), None)), CHUNKS_FLAGS[0])
         yield f"{flag}: not with experts or multi-token prediction yet; leave it out"
-    if args.use_distributed_optimizer:
-        if args.fp16 or args.optimizer != "adam":
-            yield "--use-distributed-optimizer: Adam in fp32 or bf16 only; leave it out"
-        if args.ckpt_format != "torch_dist":
-            yield "--ckpt-format: with --use-distributed-optimizer torch_dist only"
     for flag, actual, expected in (
         ("--global-batch-size", args.global_batch_size, spec.global_batch),
         ("--seed", args.seed, spec.seed),
