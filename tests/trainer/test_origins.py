@@ -133,7 +133,7 @@ def test_state_in_memory_says_its_origin(tmp_path: Path) -> None:
     state: Any = SimpleNamespace(capture=lambda iteration, _: tree(iteration))
     saving = Saving(context, state)
     assert saving.capture_and_wait(7, 1, 0.5)
-    nobody: Any = SimpleNamespace(peers=(), passes=None)
+    nobody: Any = SimpleNamespace(peers=(), passes=None, storage_iteration=0)
     searches = [
         Sources(context, saving.memory, nobody, lambda trees: next(iter(trees)), worker) for worker in (run, other)
     ]
@@ -188,7 +188,7 @@ def storage_of(directory: Path, run: RunOrigin) -> Sources:
     launch = SimpleNamespace(spec=TaskSpec(name="t", checkpoint=CheckpointSpec(dir=str(directory))), shard=0)
     replica = SimpleNamespace(shard=0, gather=lambda row: [row], all_true=bool)
     context: Any = SimpleNamespace(launch=launch, replica=replica, settings=SimpleNamespace(save_wait_s=60.0))
-    nobody: Any = SimpleNamespace(peers=(), passes=None)
+    nobody: Any = SimpleNamespace(peers=(), passes=None, storage_iteration=0)
     return Sources(context, None, nobody, lambda trees: next(iter(trees)), run)
 
 
