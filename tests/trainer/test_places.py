@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -128,6 +129,25 @@ def test_write_that_ends_midway_is_no_checkpoint(url: str) -> None:
     assert list(checkpoint.newest_iterations(url, "t")) == [1] == place_of(url).iterations()
     write(url, 4)
     assert place_of(url).iterations() == [4, 1]
+
+
+def test_further_attempt_removes_the_draft_of_the_one_before(url: str) -> None:
+    """Unless that is what is published: the store has taken its manifest, and the answer was lost."""
+    attempt = job(url, 5, origin=run_of("a"))
+    again = replace(attempt, writer="0-3-2", replaces=attempt.writer)
+
+    def fail() -> None:
+        raise OSError("refused")
+
+    with pytest.raises(OSError, match="refused"):
+        checkpoint.write(attempt, tree(5), fail)
+    place = place_of(url)
+    assert place.sizes_bytes(place.draft(5, again.attempt("0-3"))[0])
+    checkpoint.write(again, tree(5))
+    assert not place.sizes_bytes(place.draft(5, again.attempt("0-3"))[0])
+    with pytest.raises(OSError, match="refused"):
+        checkpoint.write(replace(again, writer="0-3-3", replaces="0-3-2"), tree(5), fail)
+    assert same(checkpoint.load(url, "t", 5, 0)[0], tree(5))
 
 
 def test_late_write_whose_draft_was_removed_publishes_nothing(url: str) -> None:

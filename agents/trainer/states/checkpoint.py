@@ -110,7 +110,8 @@ class WrittenCheckpoint:
 @dataclass(frozen=True, slots=True)
 class WriteJob:
     """A checkpoint to write, of which this process writes `shard` of a replica in `layout`. `writer` keeps the drafts
-    of different attempts apart and is the same for all shards of one. `origin`: of the state; None: it has none."""
+    of different attempts apart and is the same for all shards of one. `origin`: of the state; None: it has none.
+    `replaces`: the writer of an attempt that has ended on all shards, and whose draft is removed first; "": none."""
 
     directory: str | Path
     task: str
@@ -121,6 +122,12 @@ class WriteJob:
     writer: str
     keep: int
     origin: RunOrigin | None = None
+    replaces: str = ""
+
+    def attempt(self, writer: str) -> str:
+        """Return the name of a writer's draft."""
+        run_id = self.origin.start.run_id if self.origin is not None else ""
+        return f"{run_id}-{writer}".strip("-")
 
 
 def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None) -> WrittenCheckpoint | None:
@@ -131,8 +138,9 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
     OSError.
     """
     place = place_of(job.directory)
-    run_id = job.origin.start.run_id if job.origin is not None else ""
-    draft, folder = place.draft(job.iteration, f"{run_id}-{job.writer}".strip("-"))
+    if job.replaces:
+        place.remove_draft(job.iteration, job.attempt(job.replaces))
+    draft, folder = place.draft(job.iteration, job.attempt(job.writer))
     record = _write_shard(place, draft, job.shard, tree)
     midway()
     place.write(f"{draft}/shard-{job.shard}.json", msgspec.json.encode(record))

@@ -101,6 +101,10 @@ class StatePlace(ABC):
         """Remove a checkpoint, as far as that can be done."""
 
     @abstractmethod
+    def remove_draft(self, iteration: int, attempt: str) -> None:
+        """Remove the files of an attempt that is over, as far as that can be done; none of what may be published."""
+
+    @abstractmethod
     def remove_drafts(self, before: int) -> None:
         """Remove drafts of lower iterations: writers that died have left them."""
 
@@ -151,7 +155,7 @@ class StateDirectory(StatePlace):
 
     def draft(self, iteration: int, attempt: str) -> tuple[str, str]:
         """Make a directory that has no checkpoint's name."""
-        name = f".draft-{iteration:08d}-{attempt}"
+        name = _draft_name(iteration, attempt)
         (self._directory / name).mkdir(parents=True, exist_ok=True)
         return name, ""
 
@@ -218,6 +222,10 @@ class StateDirectory(StatePlace):
     def remove(self, iteration: int) -> None:
         """Remove the directory."""
         shutil.rmtree(self._directory / name_of(iteration), ignore_errors=True)
+
+    def remove_draft(self, iteration: int, attempt: str) -> None:
+        """Remove the directory; a published one has another name."""
+        shutil.rmtree(self._directory / _draft_name(iteration, attempt), ignore_errors=True)
 
     def remove_drafts(self, before: int) -> None:
         """Remove directories of older drafts."""
@@ -324,6 +332,14 @@ class ObjectPrefix(StatePlace):
             with suppress(FileNotFoundError):
                 self._ask("rm_file", f"{self._root}/{name_of(iteration)}/{name}")
 
+    def remove_draft(self, iteration: int, attempt: str) -> None:
+        """Remove its objects, unless there is a manifest, which may name them."""
+        with suppress(OSError):
+            if not self._ask("exists", self._at(iteration)):
+                for name in self._own_names(iteration):
+                    if name.startswith(f"try-{attempt}/"):
+                        self._ask("rm_file", f"{self._root}/{name_of(iteration)}/{name}")
+
     def remove_drafts(self, before: int) -> None:
         """Remove what has no manifest and is older."""
         for number in self._numbers():
@@ -358,6 +374,10 @@ class ObjectPrefix(StatePlace):
         folder = f"{self._root}/{name_of(iteration)}/"
         names = (path.partition(folder)[2] for path in self._ask("find", folder))
         return [name for name in names if _OBJECT_NAME.fullmatch(name)]
+
+
+def _draft_name(iteration: int, attempt: str) -> str:
+    return f".draft-{iteration:08d}-{attempt}"
 
 
 @contextmanager

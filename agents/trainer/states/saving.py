@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -291,6 +291,8 @@ class Saving:
         storage, is_free = self._storage, self._storage.wait(last_word=must)
         if not self._context.replica.all_true(storage.newest == iteration):
             failure, job = storage.lateness(), self._job(iteration, generation)
+            if self._attempt > 1 and self._context.replica.all_true(is_free):  # a shard that is not may yet publish
+                job = replace(job, replaces=self._writer(self._attempt - 1))
             if is_free:
                 tree = partial(self._tree, iteration, loss)
                 write = storage.begin(job, tree, self._midway(iteration), ExitStack())
@@ -320,10 +322,14 @@ class Saving:
             generation=generation,
             shard=replica.shard,
             layout=launch.spec.cut,
-            writer=f"{launch.replica}-{generation}" + (f"-{self._attempt}" if self._attempt > 1 else ""),
+            writer=self._writer(self._attempt),
             keep=launch.spec.checkpoint.keep,
             origin=self.origin,
         )
+
+    def _writer(self, attempt: int) -> str:
+        """Return who makes this attempt to save the state that is to be saved."""
+        return f"{self._context.launch.replica}-{self._attempted[1]}" + (f"-{attempt}" if attempt > 1 else "")
 
     def _midway(self, iteration: int) -> Callable[[], None]:
         context = self._context
