@@ -17,6 +17,7 @@ import pytest
 from tests.trainer.test_checkpoint import tree
 from unicrond.agents.trainer.states import checkpoint
 from unicrond.agents.trainer.states.checkpoint import WriteJob
+from unicrond.agents.trainer.states.places import StateDirectory
 from unicrond.agents.trainer.states.storing import StorageWriter
 from unicrond.events.vocabulary import CheckpointSaved, SaveFailed
 from unicrond.events.vocabulary.shape import Shape
@@ -115,6 +116,52 @@ def test_write_after_one_that_was_given_up_has_twice_the_time(tmp_path: Path, st
     assert desk.writer.give_up() is not None and len(reasons()) == 5, "which is said once"
     storage.set()
     desk.end()
+
+
+def test_write_that_hung_in_its_publication_is_no_measure_of_the_next(
+    tmp_path: Path, storage: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty times a day is a month."""
+    desk, is_publishing = Desk(60.0), threading.Event()
+    publish = StateDirectory.publish
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        is_publishing.set()
+        storage.wait()
+        publish(*arguments, **options)
+
+    monkeypatch.setattr(StateDirectory, "publish", hang)
+    desk.begin(tmp_path, 1)
+    is_publishing.wait()
+    write = desk.writer._write
+    assert write is not None
+    write.begun_s -= 86_400
+    desk.writer.look()
+    assert write.is_given_up
+    storage.set()
+    desk.end()
+    assert isinstance(desk.events[-1], CheckpointSaved) and desk.writer.newest == 1
+    desk.begin(tmp_path, 2)
+    assert desk.writer.wait(last_word=True) and desk.writer.longest_s < 60
+
+
+def test_write_for_which_training_stands_still_has_twice_the_time_of_one_that_was_given_up(
+    tmp_path: Path, storage: threading.Event
+) -> None:
+    desk = Desk(60.0)
+    for iteration, age_s in ((1, 61), (2, 100)):
+        storage.clear()
+        desk.begin(tmp_path, iteration, storage.wait)
+        assert desk.writer._write is not None
+        desk.writer._write.begun_s -= age_s
+        if iteration == 1:
+            assert not desk.writer.wait(last_word=False, in_place=True)
+            assert desk.writer.give_up() is not None
+            desk.writer._context.channel.send = lambda event: (desk.events.append(event), storage.set())
+            storage.set()
+            desk.end()
+    assert desk.writer.wait(last_word=False, in_place=True), "storage answers as it is said to be late"
+    assert list(checkpoint.newest_iterations(tmp_path, "t")) == [2]
 
 
 def test_slow_write_ends_well_though_late(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ Rules
   (`optimal_s`), with the cost and the pace as measured. A new leader saves at its first boundary.
 * A capture has no turn while the one before is not sealed, or while the slot is being read. Storage has no turn while
   it is still being written to; an interval from the task file is a promise, though: there training waits.
-* Where memory has no room for two states, or the last word must be on storage before the process ends, the state
-  is written at once, and training waits: until the write is late, for the last word until it is given up.
+* Where the node's memory has no room for two states, it keeps none, and what goes to storage is copied into memory of
+  the process's own. Where no copy can be made when the task file's interval says so, as another node is reading the
+  slot, or the last word must be on storage before the process ends, the state is written at once, and training waits:
+  until the write is late, or twice as long as the last took that was given up; for the last word until it is given up.
 * Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
 * Where the optimizer's state is sharded, the first replica says in the agreement on an iteration that it is going to
   save it (`due`), all then give it their parts, and what it saves is the whole state (`whole`).
@@ -296,7 +298,7 @@ class Saving:
             if is_free:
                 tree = partial(self._tree, iteration, loss)
                 write = storage.begin(job, tree, self._midway(iteration), ExitStack())
-                storage.wait(last_word=must)  # what is written changes with the next iteration
+                storage.wait(last_word=must, in_place=True)  # what is written changes with the next iteration
                 failure = storage.give_up() or write.failure
             if must and failure is not None:
                 raise failure

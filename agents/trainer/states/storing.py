@@ -8,7 +8,7 @@ Rules
 * After ten times as long it is given up: what it reads is let go, so it may publish nothing any more. It looks once,
   when its files are written and nothing is published. Who must have the last word waits as long as that, too.
 * The next one has twice the time of one that was given up, until one is made: storage that is slow gets its checkpoint,
-  and storage that hung for a day makes nobody wait for a day.
+  and storage that hung for a day makes nobody wait for a day, even if it then took what had been given up.
 * One write at a time: nothing is begun before the thread is back, however long storage hangs.
 * A thread that hangs ends with its process, which does not wait for it (`os._exit`).
 """
@@ -130,13 +130,15 @@ class StorageWriter:
         if not write.is_given_up and took_s >= self._limit_s:
             self.give_up()
 
-    def wait(self, *, last_word: bool) -> bool:
-        """Wait until the thread is back, or the write late (for the last word: given up); return whether it is back."""
+    def wait(self, *, last_word: bool, in_place: bool = False) -> bool:
+        """Wait until the thread is back, or the write late (for the last word: given up); return whether it is back.
+        `in_place`: it is given up then, so it has twice the time of one that was."""
+        limit_s = self._limit_s if last_word else max(self._late_s, 2 * self._given_up_s if in_place else 0.0)
         while (write := self._write) is not None and not write.is_over:
-            limit_s = self._limit_s if last_word and write.is_late else self._late_s
-            wait([write.future], max(0.0, write.begun_s + limit_s - time.monotonic()))
+            end_s = write.begun_s + (limit_s if write.is_late else self._late_s)
+            wait([write.future], max(0.0, end_s - time.monotonic()))
             self.look()
-            if not write.is_over and (write.is_given_up or not last_word):
+            if not write.is_over and (write.is_given_up or time.monotonic() >= write.begun_s + limit_s):
                 return False
         self.look()
         return True
@@ -178,7 +180,8 @@ class StorageWriter:
     def _save(self, write: StorageWrite, tree: dict[str, Any], between: Callable[[], None]) -> None:
         saved = checkpoint.write(write.job, tree, between)
         took_s = time.monotonic() - write.begun_s
-        self.last_s, self.longest_s, self._given_up_s = took_s, max(self.longest_s, took_s), 0.0
+        if not write.is_given_up:  # else it hung, and is no measure of the next
+            self.last_s, self.longest_s, self._given_up_s = took_s, max(self.longest_s, took_s), 0.0
         self.newest = write.job.iteration
         if saved is not None:
             self._context.channel.send(
