@@ -120,9 +120,15 @@ def refusals(values: Mapping[str, object]) -> Iterator[str]:
     if values.get(SHARDED):
         if any(refusal.refuses(values.get(refusal.flag)) for refusal in _UNSHARDED):
             yield f"{SHARDED}: Adam in fp32 or bf16 only; leave it out"
-        has_checkpoints = any(values.get(flag) for flag in _CHECKPOINTS)
-        if has_checkpoints and _UNSHARDED_FORMAT.refuses(values.get(_UNSHARDED_FORMAT.flag)):
+        if saves_sharded(values) and _UNSHARDED_FORMAT.refuses(values.get(_UNSHARDED_FORMAT.flag)):
             yield f"{_UNSHARDED_FORMAT.flag}: {_UNSHARDED_FORMAT.reason}"
+
+
+def saves_sharded(values: Mapping[str, object]) -> bool:
+    """Say whether Megatron's own checkpoints are asked for, and have the sharded optimizer. `values`: by flag name,
+    words (none, too) or parsed."""
+    flags = {flag for flag in (SHARDED, *_CHECKPOINTS) if values.get(flag) not in (None, False)}
+    return SHARDED in flags and len(flags) > 1
 
 
 @dataclass(frozen=True, slots=True)

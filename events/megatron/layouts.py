@@ -3,7 +3,8 @@
 Rules
 -----
 * Nothing is said against the flags' own layout, which is Megatron's affair, but that the sequence must divide among cp
-  workers: Megatron would say so in every worker.
+  workers: Megatron would say so in every worker; and that no stage may lack experts where those of others are spread
+  and Megatron's checkpoints have the sharded optimizer: it would fail in the first of them.
 * Another must divide what Megatron divides. The vocabulary is padded as for the flags' own tp, so that the model is the
   same in every layout (`agents/trainer/megatron/flags.py`), and must divide as it was padded.
 * What cuts the stages by hand binds pp and vpp, what needs a certain tp or cp binds that. Nobody has tried to cut some
@@ -17,11 +18,19 @@ Pure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from unicrond.events.megatron.command_line import NOT_INTERLEAVED, BadFlags, CommandLine, degrees, unsummed_copies
+from unicrond.events.megatron.command_line import (
+    NOT_INTERLEAVED,
+    BadFlags,
+    CommandLine,
+    degrees,
+    saves_sharded,
+    unsummed_copies,
+)
 from unicrond.events.vocabulary.shape import Shape
 
 #: The script whose states have been cut anew.
@@ -43,6 +52,11 @@ _BIND_PP = (
 #: Formats of Megatron's own checkpoints that one layout has written and no other can read.
 _RIGID_FORMATS = ("torch", "torch_dcp", "zarr")
 _ANY_LAYOUT = "torch_dist"
+#: In `--moe-layer-freq`, where layers without experts are `d`, those with some `e`.
+_LIST, _TIMES = re.compile(r"\[([01](?:,[01])*)\]"), re.compile(r"([de]+)\*(\d{1,6})(?!\d)")
+_PLUS, _PARENTHESES = re.compile(r"(?<=[de])\+(?=[de]+(?![de*]))"), re.compile(r"\(([de]+)\)")
+#: A longer pattern is not read.
+_PATTERN_MAX = 4096
 _UNTRIED = (
     "--cp-comm-type",
     "--experimental-attention-variant",
@@ -72,7 +86,8 @@ class LayoutRules:
     """The layouts that one command line allows.
 
     `flags_layout`: the layout that its flags give. `divided_by_tp`: sizes, by the words that name them;
-    `experts_divided`: those that tp / ep must divide. `layers`, `experts`: how many; 1 expert where a layer has none.
+    `experts_divided`: those that tp / ep must divide. `pattern`: of all layers, as `_pattern` has it, where each stage
+    needs experts. `layers`, `experts`: how many; 1 expert where a layer has none.
     `seq`: tokens of a sample. `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out
     vpp, ep above 1, and parts of experts.
     `binding_tp`, `binding_cp`, `binding_pp`: flags with which tp, cp, or pp and vpp, stay as they are. `rigid`: why the
@@ -82,6 +97,7 @@ class LayoutRules:
     flags_layout: Shape
     divided_by_tp: tuple[tuple[str, int], ...]
     experts_divided: tuple[tuple[str, int], ...]
+    pattern: str
     layers: int
     fewest_stages: int
     bars_vpp: str
@@ -107,6 +123,8 @@ class LayoutRules:
         tp_pieces = tp if self.sequence_parallel and shape != flags_layout else 1
         if shape.cp > 1 and self.seq % (pieces := 2 * shape.cp * tp_pieces):
             yield f"--seq-length: {self.seq} does not divide in {pieces} pieces for cp ({shape.cp}); use another cp"
+        if self._has_stage_without_experts(shape):
+            yield stage_without_experts(pp, shape.ep)
         if shape == flags_layout:
             return
         if self.rigid:
@@ -125,6 +143,12 @@ class LayoutRules:
         if vpp > 1:
             yield from self._uninterleaved(pp, vpp)
         yield from self._experts_apart(shape)
+
+    def _has_stage_without_experts(self, shape: Shape) -> bool:
+        if shape.ep == 1 or self.binding_pp or self.layers % shape.pp or "e" not in self.pattern:
+            return False
+        size = self.layers // shape.pp
+        return any("e" not in self.pattern[n : n + size] for n in range(0, len(self.pattern), size))
 
     def _uninterleaved(self, pp: int, vpp: int) -> Iterator[str]:
         if self.bars_vpp:
@@ -176,6 +200,7 @@ def _read(line: CommandLine) -> LayoutRules:
         flags_layout=layout,
         divided_by_tp=tuple(_divided_by_tp(line, layout.tp)),
         experts_divided=tuple(_sizes(line, ("--moe-ffn-hidden-size",))) if experts > 1 else (),
+        pattern=_pattern(line) if experts > 1 and saves_sharded(line.flags) else "",
         layers=line.number("--num-layers", "--encoder-num-layers"),
         fewest_stages=3 if "--no-overlap-p2p-communication" in line.flags else 2,
         bars_vpp=next((flag for flag in NOT_INTERLEAVED if flag in line.flags), ""),
@@ -190,6 +215,31 @@ def _read(line: CommandLine) -> LayoutRules:
         experts=experts,
         seq=line.number("--seq-length", "--encoder-seq-length"),
     )
+
+
+def stage_without_experts(pp: int, ep: int) -> str:
+    """Say in one line what is wrong with a pipeline stage that has none of the experts, which are over `ep` workers."""
+    return (
+        f"--pipeline-model-parallel-size: {pp} leaves a stage without experts: with ep {ep} and"
+        " --use-distributed-optimizer Megatron has no checkpoints of that; use another, or leave out --save and --load"
+    )
+
+
+def _pattern(line: CommandLine) -> str:
+    """Return what the layers are, `e` with experts and `d` without, as Megatron evaluates `--moe-layer-freq`; "" where
+    that is more than lists of 0 and 1, sums and multiples."""
+    layers = line.number("--num-layers", "--encoder-num-layers")
+    text = line.text("--moe-layer-freq", default="1").replace(" ", "")
+    if max(layers, len(text)) > _PATTERN_MAX:
+        return ""
+    if text.isdecimal():
+        return "".join("d" if n % max(int(text), 1) else "e" for n in range(layers))
+    text, before = _LIST.sub(lambda match: match[1].translate({44: "", 48: "d", 49: "e"}), text), ""
+    while before != text:
+        before = text
+        text = _TIMES.sub(lambda match: match[1] * min(int(match[2]), layers + 1), text)
+        text = _PARENTHESES.sub(r"\1", _PLUS.sub("", text)) if len(text) <= _PATTERN_MAX else ""
+    return text if len(text) == layers and not text.strip("de") else ""
 
 
 def _divided_by_tp(line: CommandLine, tp: int) -> Iterator[tuple[str, int]]:

@@ -9,9 +9,20 @@ import pytest
 
 from tests.integration.regroup_rig import ForkServer
 from tests.megatron_lm.fixtures import MODEL, task
-from tests.megatron_lm.runs import furthest, healed_to_same_bits, logged, same_bits, stock, told, unbroken, validated
+from tests.megatron_lm.runs import (
+    RunFailed,
+    furthest,
+    healed_to_same_bits,
+    logged,
+    same_bits,
+    stock,
+    told,
+    unbroken,
+    validated,
+)
 from tests.megatron_lm.test_layouts import BIAS
 from tests.megatron_lm.test_shared_sequences import CP2, EVALUATION, SCRIPT, SGD
+from unicrond.events.megatron.layouts import stage_without_experts
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 MOE = (
@@ -98,3 +109,15 @@ def test_checkpoint_of_spread_experts_resumes_in_the_other(server: ForkServer, t
     apart = [furthest(parameters, one) for parameters in (mine.shards, theirs)]
     told(f"{optimizer or 'adam'}: {apart} from stock without a break, which is {own:.2g} from itself on two replicas")
     assert max(apart) <= 2 * own
+
+
+def test_stage_without_experts_is_refused_where_megatron_cannot_save(server: ForkServer, tmp_path: Path) -> None:
+    """Stages that are cut by hand: the workers ask each other for what they have. Megatron-LM's own save fails."""
+    model = MODEL.replace("--num-layers 2", "--num-layers 4")
+    flags = f"{MOE} {EP2} {TO_ALL} {PP2} --pipeline-model-parallel-layout Ett|ttL --moe-layer-freq [0]*2+[1]*2"
+    flags += f" --use-distributed-optimizer --save {tmp_path / 'saved'} --save-interval 5"
+    with pytest.raises(RunFailed) as refused:
+        unbroken(server, tmp_path / "run", task(model=f"{model} {flags}"), 1)
+    assert refused.value.reason == f"args: {stage_without_experts(2, 2)}"
+    with pytest.raises(RunFailed):
+        stock(tmp_path / "stock", f"{model} {flags}", 4, pp=2, data=2)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from unicrond.agents.trainer.megatron.flags import FlagsRefused, apply_task_layout, drop_spreading, require, take_over
+from unicrond.agents.trainer.megatron.flags import (
+    FlagsRefused,
+    apply_task_layout,
+    drop_spreading,
+    require,
+    require_experts,
+    take_over,
+)
 from unicrond.events.megatron.command_line import SHARDED, chunks_of
 from unicrond.events.vocabulary import TaskSpec
 
@@ -132,6 +140,15 @@ def test_worker_refuses_what_submission_refuses(flags: dict[str, object], line: 
     with pytest.raises(FlagsRefused) as refused:
         require(args, task(), on_gpu=False)
     assert str(refused.value) == line
+
+
+@pytest.mark.parametrize(
+    ("ep", "votes", "refused"), [(2, [True, False], True), (2, [True, True], False), (1, [], False)]
+)
+def test_replica_votes_that_each_stage_has_experts(ep: int, votes: list[bool], refused: bool) -> None:
+    args = parsed(expert_model_parallel_size=ep)
+    with pytest.raises(FlagsRefused, match="2 leaves a stage without experts") if refused else nullcontext():
+        require_experts(args, True, lambda value: all([value, *votes]))
 
 
 def test_reduction_inside_replica_sums() -> None:

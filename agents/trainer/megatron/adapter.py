@@ -161,6 +161,8 @@ class Adapter:
         if self._replaced.distributed:
             overrides = options.get("config_overrides", rest[0] if rest else None)
             self._sharded = CheckpointedOptimizer(config, model, overrides, flags.save_predicate(self._args))
+            if self._args.save or self._args.load:
+                flags.require_experts(self._args, self._sharded.has_spread_experts, self._context.replica.all_true)
             return self._sharded
         return self._real["get_megatron_optimizer"](config, model, *rest, **options)
 

@@ -67,6 +67,11 @@ class CheckpointedOptimizer(ShardedOptimizer):
         self._ddp_config = chunks[0].ddp_config
         self._read: list[Any] = []
 
+    @property
+    def has_spread_experts(self) -> bool:
+        """Return whether this process has some of the experts that are spread over workers."""
+        return any(self._expert_buffers.values())
+
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **options: Any) -> Any:
         """Return what Megatron's own would return; to save, of what is assembled. Raises Misplaced."""
         self._require_places((options.get("metadata") or {}).get("distrib_optim_sharding_type", ""))
@@ -158,7 +163,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
         """Return optimizers that hold `rows`, aliased, but for masters of float32 parameters, which are the parameters.
         As Megatron's: one for experts that are spread over workers, behind that of all others."""
         kinds = [(self._buffers, parallel_state.get_model_parallel_group())]
-        if any(self._expert_buffers.values()):
+        if self.has_spread_experts:
             kinds.append((self._expert_buffers, parallel_state.get_expert_tensor_model_pipeline_parallel_group()))
         parts = [
             self._distributed(

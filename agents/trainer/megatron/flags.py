@@ -20,11 +20,12 @@ from unicrond.events.megatron.command_line import (
     chunks_of,
     refusals,
 )
+from unicrond.events.megatron.layouts import stage_without_experts
 from unicrond.events.vocabulary import TaskSpec
 
 __all__ = [
     "TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "divides_evaluation", "drop_spreading",
-    "newest_checkpoint", "require", "take_over",
+    "newest_checkpoint", "require", "require_experts", "take_over",
 ]  # fmt: skip
 
 
@@ -109,6 +110,14 @@ def require(args: Any, spec: TaskSpec, *, on_gpu: bool) -> None:
     """Raise FlagsRefused where training with these flags is refused."""
     for reason in _reasons(args, spec, on_gpu=on_gpu):
         raise FlagsRefused(f"args: {reason}")
+
+
+def require_experts(args: Any, has_some: bool, all_true: Callable[[bool], bool]) -> None:
+    """Raise FlagsRefused where a pipeline stage has no experts (`has_some`: this one has) and others have some of those
+    that are spread over workers. `all_true`: the vote of the replica's shards."""
+    ep = args.expert_model_parallel_size
+    if ep > 1 and not (all_true(has_some) or all_true(not has_some)):
+        raise FlagsRefused(f"args: {stage_without_experts(args.pipeline_model_parallel_size, ep)}")
 
 
 def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
