@@ -99,7 +99,8 @@ class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
 
     `failed_sources`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the
-    farthest source; `saved_us`: what training again from there would have taken, at the pace last measured.
+    farthest source, 0 = none, or not seen; `saved_us`: what training again from there would have taken, at the pace
+    last measured, 0 where it was not seen.
     `resharded_from`: the layout of what was taken, where it is another than the task's; else "".
     """
 

@@ -39,6 +39,7 @@ from unicrond.agents.trainer.loop import handlers
 from unicrond.events.vocabulary import (
     CheckpointSpec,
     Member,
+    StateLoaded,
     StopRequested,
     StoreAddress,
     TaskCompleted,
@@ -298,6 +299,8 @@ def test_memory_older_than_known_checkpoint_is_not_taken_before_storage_was_seen
     seam = driven.until(e.Compute)
     assert driven.member.origin == source
     assert isinstance(seam, e.Compute) and seam.ledger.iteration == (8 if source == "memory" else 9001)
+    (loaded,) = driven.told(StateLoaded)
+    assert (loaded.storage_iteration, loaded.saved_us) == (0 if source == "memory" else 9000, 0), "7 were not saved"
 
 
 # --- with faults ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -34,6 +35,7 @@ from unicrond.agents.trainer.states import checkpoint, sources
 from unicrond.agents.trainer.states.origins import RunOrigin
 from unicrond.agents.trainer.states.places import StateDirectory
 from unicrond.agents.trainer.states.sources import Sources
+from unicrond.agents.trainer.states.state import BadState
 from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 
@@ -193,3 +195,32 @@ def test_storage_that_refuses_once_is_asked_again(
     assert oldest_allowed([looking.row(is_first=True)]) == 9000
     rows = [looking.row(is_first=True, must_see_storage=True)]
     assert oldest_allowed(rows) == 0 and ordered(rows)[0] == Candidate(9000, "checkpoint", 0)
+
+
+def test_storage_is_waited_for_aloud_and_its_late_answer_is_none(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.write(job(str(tmp_path), 9000), tree(9000))
+    storage, list_all = threading.Event(), StateDirectory.iterations
+
+    def hang(place: StateDirectory) -> list[int]:
+        storage.wait()
+        return list_all(place)
+
+    monkeypatch.setattr(StateDirectory, "iterations", hang)
+    looking = looking_for(str(tmp_path), memory)
+    assert not is_storage_seen([looking.row(is_first=True)])
+    with ThreadPoolExecutor(1) as pool:
+        row = pool.submit(looking_for(str(tmp_path), None).row, is_first=True)
+        lines, line = "", f"t.1: waiting for {tmp_path}: no answer for 0 s"
+        for _ in range(100):
+            wait([row], 0.05)
+            if line in (lines := lines + capfd.readouterr().err):
+                break
+        storage.set()
+        assert line in lines and split(row.result())["checkpoint"] == [9000]
+    for thread in threading.enumerate():
+        if thread.name.startswith("look"):
+            thread.join()
+    with pytest.raises(BadState, match="not on storage"):
+        looking.load(Candidate(9000, "checkpoint", 0))

@@ -62,7 +62,7 @@ def _load_best(
         answers = yield from GatherRows([size_bytes])
         if answers[candidate.rank][0]:
             if isinstance(outcome, LoadedState):
-                stored = newest(rows, "checkpoint")
+                stored = newest(rows, "checkpoint") if is_storage_seen(rows) else None
                 yield from report_loaded(member, candidate.kind, outcome, started_s, failures, stored)
             return candidate.rank
     return None
@@ -103,11 +103,11 @@ def report_loaded(
     loaded: LoadedState,
     started_s: float,
     failures: Sequence[str] = (),
-    stored: int = 0,
+    stored: int | None = 0,
 ) -> Flow[None]:
     """Report the loaded state. `started_s`: when the search began; `failures`: what was not sound; `stored`: the newest
-    iteration on storage."""
-    nearer = source in ("memory", "peer")
+    iteration on storage, None where that was not seen."""
+    iterations = member.last_iteration - stored if source in ("memory", "peer") and stored is not None else 0
     yield from Send(
         StateLoaded(
             **member.launch.reporter,
@@ -117,8 +117,8 @@ def report_loaded(
             size_bytes=loaded.size_bytes,
             duration_us=int((member.clock() - started_s) * 1e6),
             failed_sources=tuple(failures)[:SOURCES_MAX],
-            storage_iteration=stored,
-            saved_us=int(max(0, member.last_iteration - stored) * member.pace_s * 1e6) if nearer else 0,
+            storage_iteration=stored or 0,
+            saved_us=int(max(0, iterations) * member.pace_s * 1e6),
             resharded_from=loaded.resharded_from,
         )
     )

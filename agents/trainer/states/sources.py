@@ -18,10 +18,10 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -43,6 +43,7 @@ from unicrond.events.vocabulary import MemoryService
 from unicrond.events.vocabulary.shape import Shape
 
 Tree: TypeAlias = dict[str, Any]
+T = TypeVar("T")
 
 
 class Sources:
@@ -129,7 +130,7 @@ class Sources:
             try:
                 heads_by_shard = memory_exchange.ask(peer, launch.task, self._passes)
             except ExchangeFailed as error:
-                print(f"{launch.worker}: no state from the memory of {peer.node}: {error}", file=sys.stderr, flush=True)
+                self._print(f"no state from the memory of {peer.node}: {error}")
                 continue
             for shard, heads in heads_by_shard.items():
                 for head in heads:
@@ -150,35 +151,39 @@ class Sources:
             return True
         if start.mode == "fork":
             fork = partial(checkpoint.fork, start.source_dir, start.source, directory, spec.name, self._origin)
-            is_done = self._context.replica.shard != 0 or self._answers(fork, must=must)
+            is_done = self._context.replica.shard != 0 or self._ask_storage(fork, must=must) is not None
             if not self._context.replica.all_true(is_done):
                 return False
+        look = partial(checkpoint.newest_iterations, directory, spec.name, self._origin)
+        answer = self._ask_storage(look, must=must)
+        if answer is None:
+            return False
+        self._stored = answer.result()
+        return True
 
-        def look() -> None:
-            """Note what is there."""
-            self._stored = checkpoint.newest_iterations(directory, spec.name, self._origin)
-
-        return self._answers(look, must=must)
-
-    def _answers(self, question: Callable[[], None], *, must: bool) -> bool:
-        """Ask storage, in a thread; return whether it has answered in time, if it need not (`must`)."""
-        spec, limit_s = self._context.launch.spec, self._context.settings.save_wait_s
+    def _ask_storage(self, question: Callable[[], T], *, must: bool) -> Future[T] | None:
+        """Ask storage, in a thread; return its answer, None where it gives none in time and need not (`must`)."""
+        launch, limit_s = self._context.launch, self._context.settings.save_wait_s
         pool = ThreadPoolExecutor(1, "look")
         answer = pool.submit(question)
         pool.shutdown(wait=False)
         wait([answer], limit_s)
         problem = "" if answer.done() else f"no answer for {limit_s:.0f} s"
         try:
+            if must and problem:
+                self._print(f"waiting for {launch.spec.checkpoint.dir}: {problem}")
             if must or not problem:
                 answer.result()
-                return True
+                return answer
         except OSError as error:
             if must:
                 raise
             problem = f"{type(error).__name__}: {error}"
-        worker = self._context.launch.worker
-        print(f"{worker}: no state from {spec.checkpoint.dir}: {problem}", file=sys.stderr, flush=True)
-        return False
+        self._print(f"no state from {launch.spec.checkpoint.dir}: {problem}")
+        return None
+
+    def _print(self, line: str) -> None:
+        print(f"{self._context.launch.worker}: {line}", file=sys.stderr, flush=True)
 
     # --- taking ----------------------------------------------------------------------------------
 
