@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tests.versions.core_seams import ATTRIBUTES, USES, lookups_in, lost
+from tests.versions.core_seams import ATTRIBUTES, PASSED, USES, lookups_in, lost
 from unicrond.agents.trainer.megatron.seams import SEAMS, missing
 from unicrond.events.megatron.command_line import TESTED
 
@@ -38,7 +38,7 @@ def download(folder: Path) -> str:
 def report(release: Path, version: str) -> list[str]:
     """Return the lines of a release: each lost seam, or that there is none."""
     lines = [*lost(release), *missing(lookups_in(release))]
-    count = len(USES) + len(SEAMS) + 1 + sum(map(len, ATTRIBUTES.values()))
+    count = len(USES) + len(SEAMS) + 1 + sum(map(len, (*ATTRIBUTES.values(), *PASSED.values())))
     known = "tested" if version in TESTED else f"tested are {', '.join(TESTED)}"
     return [*lines, f"megatron-core {version} ({known}): {len(lines)} of {count} seams are lost"]
 

@@ -3,8 +3,9 @@ imported.
 
 Rules
 -----
-* USES is what the trainer's files import of `megatron.core`, with the keywords that they call it with. A test holds it
-  to these files.
+* USES is what the trainer's files import of `megatron.core`, with the keywords that they call it with, and what they
+  ask of `mpu`, as Megatron-LM calls `parallel_state`. A test holds it to these files. PASSED: keywords of what they
+  call by another name.
 * ATTRIBUTES is what they read and replace of Megatron's objects. STAND_INS: of an object of Megatron's that the trainer
   has one of its own for, what Megatron's functions read.
 * Names that are replaced in `megatron.training` are seams of the adapter (`agents/trainer/megatron/seams.py`).
@@ -56,10 +57,12 @@ USES: dict[str, tuple[str, ...]] = {
         "override_opt_param_scheduler", "start_wd", "use_checkpoint_opt_param_scheduler", "wd_incr_steps",
         "wd_incr_style",
     ),
+    f"{_PARALLEL}.get_context_parallel_world_size": (),
     f"{_PARALLEL}.get_data_parallel_group": ("with_context_parallel",),
     f"{_PARALLEL}.get_data_parallel_rank": (),
     f"{_PARALLEL}.get_data_parallel_world_size": ("with_context_parallel",),
     f"{_PARALLEL}.get_expert_data_parallel_rank": (),
+    f"{_PARALLEL}.get_expert_data_parallel_world_size": (),
     f"{_PARALLEL}.get_expert_model_parallel_world_size": (),
     f"{_PARALLEL}.get_expert_tensor_model_pipeline_parallel_group": (),
     f"{_PARALLEL}.get_model_parallel_group": (),
@@ -92,6 +95,7 @@ USES: dict[str, tuple[str, ...]] = {
     "transformer.multi_token_prediction.MTPLossLoggingHelper": (),
     "transformer.torch_norm.WrappedTorchNorm": (),
 }  # fmt: skip
+PASSED: dict[str, tuple[str, ...]] = {"distributed.finalize_model_grads": ("force_all_reduce",)}
 #: Imported where a release has them; the trainer's own words say which.
 OPTIONAL = (
     "dist_checkpointing.strategies.filesystem_async._get_write_results_queue",
@@ -104,7 +108,8 @@ OPTIONAL = (
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "distributed.distributed_data_parallel": ("buffers", "ddp_config", "expert_parallel_buffers"),
     "distributed.param_and_grad_buffer": (
-        "buckets", "grad_data", "numel", "numel_unpadded", "offset", "param_data", "param_index_map", "params",
+        "buckets", "grad_data", "gradient_scaling_factor", "numel", "numel_unpadded", "offset", "param_data",
+        "param_index_map", "params",
     ),
     "model_parallel_config": ("grad_scale_func", "microbatch_group_size_per_vp_stage", "sequence_parallel"),
     "optimizer.distrib_optimizer": (
@@ -164,14 +169,13 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def _name(node: ast.expr, places: dict[str, str]) -> str:
     """Return what the expression names in `megatron.core`; "" for others, and for attributes of its functions."""
-    if isinstance(node, ast.Name):
-        return places.get(node.id, "")
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and _is_module(places.get(node.value.id, ""))
-    ):
-        return f"{places[node.value.id]}.{node.attr}"
+    match node:
+        case ast.Name(id=name):
+            return places.get(name, "")
+        case ast.Attribute(value=ast.Name(id="mpu") | ast.Attribute(attr="mpu"), attr=name):
+            return f"{_PARALLEL}.{name}"
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if _is_module(places.get(module, "")):
+            return f"{places[module]}.{name}"
     return ""
 
 
@@ -192,7 +196,7 @@ def _is_module(name: str) -> bool:
 
 def lost(release: Path) -> Iterator[str]:
     """Yield what the trainer uses and the `megatron.core` in this folder lacks, one line each."""
-    for name, keywords in USES.items():
+    for name, keywords in {**USES, **PASSED}.items():
         module, _, own = name.rpartition(".")
         definition = _definition(release, module, own)
         if definition is None:
