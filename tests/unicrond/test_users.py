@@ -48,8 +48,9 @@ def test_node_without_user_list_runs_as_agent_user() -> None:
     assert said.startswith("run_as: node n1 does not run tasks as bob (runs all tasks as its agent's user)")
 
 
-def test_checkpoints_go_to_a_store_that_every_node_reaches() -> None:
-    """An agent that is older, or lacks the packages, says nothing of stores; a node that is drained does not count."""
+@pytest.mark.parametrize("drain", [False, True])
+def test_checkpoints_go_to_a_store_that_every_node_reaches(drain: bool) -> None:
+    """An agent that is older, or lacks the packages, says nothing of stores; a node that is cordoned does not count."""
     made, spec = MiniCluster(1), TaskSpec(name="t", checkpoint=CheckpointSpec(dir="s3://bucket/t"))
     made.add_host("n1", object_stores=("s3",))
     made.add_host("n2")
@@ -58,7 +59,7 @@ def test_checkpoints_go_to_a_store_that_every_node_reaches() -> None:
     assert not list(storage_problems(TaskSpec(name="t", checkpoint=CheckpointSpec(dir="/ckpt")), made.state))
     made.submit("t", checkpoint=spec.checkpoint)
     assert "t" in made.state.tasks, "what the log has taken before stays"
-    made.cordon("n2", drain=True)
+    made.cordon("n2", drain=drain)
     assert not list(storage_problems(spec, made.state))
 
 

@@ -68,14 +68,15 @@ def _user_problems(state: ClusterState, spec: TaskSpec) -> Iterator[FieldFault]:
 
 
 def storage_problems(spec: TaskSpec, state: ClusterState) -> Iterator[FieldFault]:
-    """Yield why a new task's workers could not write its checkpoints: a node that is up cannot reach the object store.
-    To be asked at submit; a task that the log has taken runs on."""
+    """Yield why a new task's workers could not write its checkpoints: a node that may have new ones cannot reach the
+    object store. To be asked at submit; a task that the log has taken runs on."""
     scheme = spec.checkpoint.dir.partition("://")[0] if is_url(spec.checkpoint.dir) else ""
-    refusing = [node for node in state.nodes.values() if node.schedulable and scheme not in ("", *node.object_stores)]
+    nodes = [node for node in state.nodes.values() if node.schedulable and not node.cordon.active]
+    refusing = [node for node in nodes if scheme not in ("", *node.object_stores)]
     if not refusing:
         return
     node, more = refusing[0], f" and {len(refusing) - 1} more" if len(refusing) > 1 else ""
-    fix = "install unicrond[object-store] there, in no older version than the head's, and restart its agent"
+    fix = "install unicrond[object-store] there, no older than the head's, and restart its agent; or cordon the node"
     yield FieldFault(("checkpoint", "dir"), f"node {node.name}{more} cannot write to {scheme}://; {fix}")
 
 
