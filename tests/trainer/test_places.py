@@ -286,5 +286,11 @@ def test_missing_package_of_a_scheme_names_the_extra(monkeypatch: pytest.MonkeyP
         place_of("s3://b/p")
 
 
+def test_link_to_nothing_in_a_shards_folder_hides_no_checkpoint(tmp_path: Path) -> None:
+    write(str(tmp_path), 5)
+    (tmp_path / "iteration-00000005" / "shard-0" / "notes").symlink_to("nowhere")
+    assert list(checkpoint.newest_iterations(tmp_path, "t")) == [5]
+
+
 def test_path_is_a_directory(tmp_path: Path) -> None:
     assert isinstance(place_of(tmp_path), StateDirectory) and isinstance(place_of(str(tmp_path)), StateDirectory)

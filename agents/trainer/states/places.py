@@ -136,8 +136,11 @@ class StateDirectory(StatePlace):
 
     def sizes_bytes(self, folder: str) -> dict[str, int]:
         """Ask for each file's size."""
-        files = (file for path in (self._directory / folder).iterdir() if path.is_dir() for file in path.iterdir())
-        return {f"{file.parent.name}/{file.name}": file.stat().st_size for file in files}
+        sizes_bytes = {}
+        for file in (file for path in (self._directory / folder).iterdir() if path.is_dir() for file in path.iterdir()):
+            with suppress(FileNotFoundError):  # a link to nothing, or another program's that has gone meanwhile
+                sizes_bytes[f"{file.parent.name}/{file.name}"] = file.stat().st_size
+        return sizes_bytes
 
     @contextmanager
     def files(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
