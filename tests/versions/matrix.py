@@ -5,7 +5,7 @@ from the package index's wheels alone. Environments, one for each Python, and th
 in place of the wheel's.
 
 An environment takes up to 6 GB (the index has torch's build for CUDA, which runs here on the CPU), so it is removed
-when its rows are done; `KEEP=1` leaves it. The last lines are the rows of docs/use/versions.md.
+when its rows are done or interrupted; `KEEP=1` leaves it. The last lines are the rows of docs/use/versions.md.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "versions"
 #: Of constraints.txt: what a row has of its own, and what comes with it (torch 2.11 needs an older setuptools).
 _OWN = re.compile(r"(setuptools|torch|torchft-nightly|megatron-core|triton|nvidia-(?!ml-py)[a-z0-9-]+|cuda-[a-z]+)==")
+_HEAL = "heal_to_bits_of_unbroken_run_and_stock"
 _SUITES = (
     "tests/versions", "tests/trainer", "tests/integration/test_plain_megatron.py",
     "tests/integration/test_sharded_optimizer.py", "tests/megatron_lm/test_healing.py",
     "tests/megatron_lm/test_against_stock.py::test_healed_sgd_parameters_match_stock",
+    f"tests/megatron_lm/test_shared_sequences.py::test_sharers_of_sequences_{_HEAL}[cp 2]",
+    f"tests/megatron_lm/test_spread_experts.py::test_spread_experts_{_HEAL}[ep 2]",
 )  # fmt: skip
 _MARKS = "not matrix and not gpu and not containers and not kubernetes and not slurm"
 
@@ -108,19 +113,21 @@ def main(names: Sequence[str]) -> int:
         raise SystemExit(f"ROW: {unknown[0]!r} is none of {', '.join(map(str, ROWS))}")
     lines, failed = [], False
     rows = [row for row in ROWS if not names or str(row) in names]
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        folder = FOLDER / str(row)
+    for python, rows_of_python in groupby(rows, attrgetter("python")):
         try:
-            cells = run(row, folder, variables)
-        except (OSError, subprocess.CalledProcessError) as error:
-            cells = [f"not run: {error}", ""]
-        failed |= "failed" in " ".join(cells) or "error" in " ".join(cells) or "passed" not in cells[0]
-        if not os.environ.get("KEEP") and (following is None or following.python != row.python):
-            shutil.rmtree(FOLDER / f"python{row.python}", ignore_errors=True)
-        core = f"checkout {checkout}" if checkout else row.core
-        cells += [f"{datetime.now(UTC):%Y-%m-%d}, `{commit()}`"]
-        lines.append(f"| {row.python} | {core} | {row.torch} | {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
+            for row in rows_of_python:
+                try:
+                    cells = run(row, FOLDER / str(row), variables)
+                except (OSError, subprocess.CalledProcessError) as error:
+                    cells = [f"not run: {error}", ""]
+                failed |= "failed" in " ".join(cells) or "error" in " ".join(cells) or "passed" not in cells[0]
+                core = f"checkout {checkout}" if checkout else row.core
+                cells += [f"{datetime.now(UTC):%Y-%m-%d}, `{commit()}`"]
+                lines.append(f"| {row.python} | {core} | {row.torch} | {' | '.join(cells)} |")
+                print(lines[-1], flush=True)
+        finally:
+            if not os.environ.get("KEEP"):
+                shutil.rmtree(FOLDER / f"python{python}", ignore_errors=True)
     print(*lines, sep="\n")
     return int(failed)
 

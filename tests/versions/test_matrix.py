@@ -10,7 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests.versions.matrix import _OWN, ROOT, ROWS, constraints
+from tests.versions import matrix
+from tests.versions.matrix import _OWN, _SUITES, ROOT, ROWS, constraints
 from unicrond.events.megatron.command_line import TESTED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,3 +50,28 @@ def test_constraints_of_row_leave_its_own_versions_out(tmp_path: Path) -> None:
     assert "nvidia-ml-py==" in text and "pytest==" in text
     assert [line for line in text.splitlines() if _OWN.match(line)] == []
     assert not re.search(r"^(torch|megatron-core|triton|nvidia-cublas|cuda-toolkit)==", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("suite", _SUITES)
+def test_suites_are_there(suite: str) -> None:
+    file, _, test = suite.partition("::")
+    name, _, case = test.removesuffix("]").partition("[")
+    assert (ROOT / file).exists()
+    text = (ROOT / file).read_text() if test else ""
+    assert not test or (f"def {name}(" in text and f'"{case}' in text)
+
+
+@pytest.mark.parametrize("keep", ["", "1"])
+def test_interrupted_row_leaves_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
+    """It takes 6 GB."""
+
+    def interrupted(row: matrix.Row, folder: Path, variables: object) -> list[str]:
+        (folder.parent / f"python{row.python}" / "bin").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(matrix, "run", interrupted)
+    monkeypatch.setenv("KEEP", keep)
+    with pytest.raises(KeyboardInterrupt):
+        matrix.main([str(ROWS[0])])
+    assert (tmp_path / f"python{ROWS[0].python}").exists() is bool(keep)
