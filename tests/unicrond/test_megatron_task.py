@@ -296,6 +296,15 @@ def test_experts_over_more_workers_than_tp_make_replica_larger() -> None:
     assert [layout.shape for layout in listed] == [Shape(2, 2), Shape(2), Shape(2, ep=2), Shape(2, ep=4)]
 
 
+def test_batch_that_ranks_of_a_replica_cannot_share_is_all_that_is_said() -> None:
+    flags = FLAGS.replace("size 16", "size 2").replace("--tensor-model-parallel-size 2", "--num-experts 8")
+    text = task(f"{flags} --expert-model-parallel-size 4", min_workers=8, max_workers=8)
+    with pytest.raises(
+        TaskFileError, match=r"file: ep: 4 makes a replica of 4 data-parallel ranks, .*, or global_batch$"
+    ):
+        loads(text)
+
+
 def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text("")
@@ -350,6 +359,11 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
         (SMALL + " --num-experts 3", "[{tp: 2, ep: 2}]", "layouts[0]: --num-experts: 3 do not divide among ep (2)"),
         (SMALL + EXPERTS, "[{tp: 4}]", "layouts[0]: --moe-ffn-hidden-size: 6 does not divide among tp / ep (4)"),
         (SMALL + EXPERTS, "[{tp: 2, pp: 1, ep: 1, etp: 1}]", "layouts[0]: etp: 1 is not tp (2): with ep 1 Megatron"),
+        (
+            SMALL + EXPERTS,
+            "[{tp: 2, etp: 0}]",
+            "layouts[0].etp: 0 is not a size; leave it out where experts are cut as",
+        ),
         (FLAGS, "[{pp: 3}]", "layouts[0]: --num-layers: 4 does not divide among pp (3)"),
         (FLAGS + " --group-query-attention --num-query-groups 2", "[{tp: 4}]", "layouts[0]: --num-query-groups: 2"),
         (

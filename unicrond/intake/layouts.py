@@ -141,9 +141,10 @@ def _numbers(sizes: Any, place: Place, faults: list[FieldFault]) -> list[int]:
         return list(range(int(span[1]), int(span[2]) + 1))
     if isinstance(sizes, list) and sizes and all(type(n) is int and 1 <= n <= _SIZE_MAX for n in sizes):
         return list(dict.fromkeys(sizes))
-    faults.append(
-        FieldFault(place, f"{sizes!r} is not a size; give a number, a list like [1, 2, 4], or a range like 1..8")
-    )
+    fix = "give a number, a list like [1, 2, 4], or a range like 1..8"
+    if sizes == 0 and place[-1] == "etp":  # which the task itself may say
+        fix = "leave it out where experts are cut as usual, or give the number of parts"
+    faults.append(FieldFault(place, f"{sizes!r} is not a size; {fix}"))
     return [1]
 
 

@@ -102,7 +102,7 @@ def _batches(spec: TaskSpec) -> Iterator[FieldFault]:
         )
         return
     replicas = spec.max_workers // spec.replica_workers
-    if replicas > spec.micro_batches and not spec.layouts:
+    if replicas > spec.micro_batches and not spec.layouts and not any(_inside(spec, spec.cut)):
         yield FieldFault(
             ("max_workers",),
             f"{replicas} replicas share {spec.micro_batches} micro-batches, so some would idle;"
@@ -366,11 +366,9 @@ def _program(spec: TaskSpec) -> Iterator[FieldFault]:
     wish = spec.env.get(DETERMINISTIC, DETERMINISM[0])
     if wish not in DETERMINISM:
         yield FieldFault(("env", DETERMINISTIC), f"{wish!r} is not one of {', '.join(DETERMINISM)}")
-    lanes = spec.env.get(LANES, "1")
-    if not (lanes.isascii() and lanes.isdecimal() and 1 <= int(lanes[:9]) <= spec.fewest_micro_batches):
-        yield FieldFault(
-            ("env", LANES), f"{lanes!r} is not a number of lanes; give 1 to {spec.fewest_micro_batches} (micro-batches)"
-        )
+    lanes, most = spec.env.get(LANES, "1"), spec.fewest_micro_batches  # where that is 0, `_inside` says why
+    if most and not (lanes.isascii() and lanes.isdecimal() and 1 <= int(lanes[:9]) <= most):
+        yield FieldFault(("env", LANES), f"{lanes!r} is not a number of lanes; give 1 to {most} (micro-batches)")
 
 
 def too_few_lanes(spec: TaskSpec) -> list[str]:
