@@ -89,6 +89,7 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
             ("single", "cyclic")),
     RefusedFlag("--non-persistent-ckpt-type", f"{_BUILT_IN}: nodes keep states in memory", ("global",)),
     RefusedFlag("--vision-pretraining", f"vision models are {_UNDONE}"),
+    RefusedFlag("--dsa-indexer-loss-coeff", f"a loss that Megatron scales by other rules is {_UNDONE}; leave it out"),
     RefusedFlag("--optimizer", "adam or sgd; others gather gradients themselves", ("adam", "sgd")),
 )  # fmt: skip
 _GLOBAL_AUX_LOSS = RefusedFlag(
@@ -184,8 +185,6 @@ CHUNKS_FLAGS = (
 )  # fmt: skip
 #: In a pipeline layout: `(..)*n`, and `|` or `|*n`.
 _REPEATED, _BAR = re.compile(r"\(([^)]+)\)\*(\d{1,6})"), re.compile(r"\|(?:\*(\d{1,6}))?")
-#: With these Megatron's stages are not interleaved here (`agents/trainer/megatron/flags.py`).
-NOT_INTERLEAVED = ("--num-experts", "--mtp-num-layers")
 _COUNT_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 #: The schedule is the flags', not the state's.
 _OVERRIDE, _NOT_OVERRIDE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
@@ -237,10 +236,6 @@ def read_training_flags(line: CommandLine) -> TrainingFlags:
     for reason in refusals({name: words or True for name, words in line.flags.items()}):
         raise BadFlags(reason)
     cut = degrees(line)
-    if cut.vpp > 1 and (extra := next((flag for flag in NOT_INTERLEAVED if flag in line.flags), "")):
-        raise BadFlags(
-            f"{next(flag for flag in CHUNKS_FLAGS if flag in line.flags)}: not with {extra} yet; leave it out"
-        )
     if "--num-experts" in line.flags and (problem := unsummed_copies(cut)):
         raise BadFlags(f"--expert-tensor-parallel-size: {problem}")
     if (experts := line.number("--num-experts", default=0)) % cut.ep:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from unicrond.events.megatron.command_line import (
-    NOT_INTERLEAVED,
     BadFlags,
     CommandLine,
     degrees,
@@ -88,8 +87,8 @@ class LayoutRules:
     `flags_layout`: the layout that its flags give. `divided_by_tp`: sizes, by the words that name them;
     `experts_divided`: those that tp / ep must divide. `pattern`: of all layers, as `_pattern` has it, where each stage
     needs experts. `layers`, `experts`: how many; 1 expert where a layer has none.
-    `seq`: tokens of a sample. `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out
-    vpp, ep above 1, and parts of experts.
+    `seq`: tokens of a sample. `fewest_stages`: with which Megatron interleaves. `bars_ep`: what rules out ep above 1,
+    and parts of experts.
     `binding_tp`, `binding_cp`, `binding_pp`: flags with which tp, cp, or pp and vpp, stay as they are. `rigid`: why the
     whole layout stays. `untried`: why `auto` chooses no other, "" where it may.
     """
@@ -100,7 +99,6 @@ class LayoutRules:
     pattern: str
     layers: int
     fewest_stages: int
-    bars_vpp: str
     bars_ep: str
     binding_tp: tuple[str, ...]
     binding_cp: tuple[str, ...]
@@ -145,14 +143,13 @@ class LayoutRules:
         yield from self._experts_apart(shape)
 
     def _has_stage_without_experts(self, shape: Shape) -> bool:
-        if shape.ep == 1 or self.binding_pp or self.layers % shape.pp or "e" not in self.pattern:
+        if shape.ep == 1 or self.binding_pp or self.layers % (shape.pp * shape.vpp) or "e" not in self.pattern:
             return False
-        size = self.layers // shape.pp
-        return any("e" not in self.pattern[n : n + size] for n in range(0, len(self.pattern), size))
+        size = self.layers // shape.pp // shape.vpp  # chunk by chunk, a layer of each stage in turn
+        chunks = [self.pattern[n : n + size] for n in range(0, len(self.pattern), size)]
+        return any("e" not in "".join(chunks[stage :: shape.pp]) for stage in range(shape.pp))
 
     def _uninterleaved(self, pp: int, vpp: int) -> Iterator[str]:
-        if self.bars_vpp:
-            yield f"{self.bars_vpp}: not with virtual pipeline stages yet; use vpp 1"
         if pp < self.fewest_stages:
             yield f"vpp: {vpp} chunks of a stage are interleaved from pp {self.fewest_stages} on; use vpp 1"
         if self.layers // pp % vpp:
@@ -203,7 +200,6 @@ def _read(line: CommandLine) -> LayoutRules:
         pattern=_pattern(line) if experts > 1 and saves_sharded(line.flags) else "",
         layers=line.number("--num-layers", "--encoder-num-layers"),
         fewest_stages=3 if "--no-overlap-p2p-communication" in line.flags else 2,
-        bars_vpp=next((flag for flag in NOT_INTERLEAVED if flag in line.flags), ""),
         bars_ep=_ep_bar(line),
         binding_tp=tuple(flag for flag in _BIND_TP if flag in line.flags),
         binding_cp=tuple(flag for flag in _BIND_CP if flag in line.flags),

@@ -54,6 +54,13 @@ def test_what_has_experts_or_cannot_be_read_is_taken(frequency: str) -> None:
     assert problem(SAVED, frequency) == ""
 
 
+def test_interleaved_stage_has_a_layer_of_each_chunk() -> None:
+    """Layers 1 and 3 are the first stage's, 2 and 4 the second's."""
+    chunks = f"{SAVED} --num-layers-per-virtual-pipeline-stage 1"
+    assert problem(chunks, "[0]*2+[1]*2", Shape(1, 2, vpp=2, ep=2)) == ""
+    assert problem(chunks, "2", Shape(1, 2, vpp=2, ep=2)) == stage_without_experts(2, 2)
+
+
 def test_uneven_stages_are_left_to_workers() -> None:
     assert problem(f"{SAVED} --decoder-first-pipeline-num-layers 3", "[0]*2+[1]*2") == ""
 

@@ -47,6 +47,14 @@ FLAG_SETS = {
     "experts, auxiliary and z loss": (
         f"{SGD} {MOE} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
     ),
+    "experts, interleaved": (
+        f"{SGD} {MOE} {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+        " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+    ),
+    "multi-token prediction, interleaved": (
+        f"{SGD} {PP2} --num-layers 4 --pipeline-model-parallel-layout E(t|)*3tmL --mtp-num-layers 1"
+        " --position-embedding-type rope"
+    ),
     "multi-token prediction": f"{SGD} --mtp-num-layers 1 --position-embedding-type rope",
     "recomputed in full": f"{SGD} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "recomputed selectively": f"{SGD} --recompute-granularity selective",

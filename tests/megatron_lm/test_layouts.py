@@ -21,6 +21,7 @@ MOE = (
     " --moe-token-dispatcher-type allgather --disable-bias-linear"
 )
 BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 1e-2"
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4"
 LAYOUTS = {
     "tp2": (2, 1, "--tensor-model-parallel-size 2"),
     "tp2, qk-layernorm": (2, 1, "--tensor-model-parallel-size 2 --qk-layernorm"),
@@ -28,8 +29,15 @@ LAYOUTS = {
     "pp2, tied embeddings": (1, 2, "--pipeline-model-parallel-size 2"),
     "pp2, untied": (1, 2, "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
     "tp2 x pp2": (2, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "interleaved": (
-        1, 2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4",
+    "interleaved": (1, 2, INTERLEAVED),
+    "interleaved, experts with bias and z loss": (1, 2, f"{INTERLEAVED} {MOE} {BIAS} --moe-z-loss-coeff 1e-3"),
+    "interleaved, recomputed experts per token": (
+        1, 2, f"{INTERLEAVED} {MOE} {BIAS} --recompute-granularity full --recompute-method uniform"
+              " --recompute-num-layers 1 --calculate-per-token-loss",
+    ),
+    "interleaved, multi-token prediction": (
+        1, 2, "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-model-parallel-layout E(t|)*3tmL"
+              " --mtp-num-layers 1 --position-embedding-type rope",
     ),
     "experts": (1, 1, MOE),
     "experts with bias": (1, 1, f"{MOE} {BIAS}"),

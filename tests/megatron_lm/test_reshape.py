@@ -40,6 +40,7 @@ WAYS = {
     "interleaved: pp 2, vpp 2 -> pp 1": (INTERLEAVED, Shape(1, 1)),
     "pp 1 -> interleaved: pp 2, vpp 2": ("--num-layers 4", Shape(1, 2, vpp=2)),
     "experts: pp 2 -> pp 1": (f"{PP2} {MOE}", Shape(1, 1)),
+    "experts: pp 1 -> interleaved: pp 2, vpp 2": (f"{MOE} --num-layers 4", Shape(1, 2, vpp=2)),
     "experts: ep 2 -> 1": (f"{MOE} {EP2}", Shape(2, 1)),
     "experts: tp 1 -> tp 2, ep 2": (f"{MOE} --sequence-parallel", Shape(2, 1, ep=2)),
 }

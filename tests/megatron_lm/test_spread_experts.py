@@ -40,10 +40,13 @@ LAYOUTS = {
     "ep 4": (4, 4, f"{EP4} {TO_ALL}"),
     "ep 2, experts' bias": (2, 2, f"{EP2} {TO_ALL} {BIAS}"),
     "ep 2 x pp 2": (4, 2, f"{EP2} {TO_ALL} {PP2}"),
+    "ep 2 x pp 2, interleaved": (
+        4, 2, f"{EP2} {TO_ALL} {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+    ),
     "ep 2 x tp 2, each cut in 2": (4, 2, f"{EP2} {GATHERED} {TP2}"),  # gloo gathers no uneven parts
     "ep 2 x cp 2": (2, 1, f"{EP2} {TO_ALL} {CP2}"),
     "ep 4 x cp 2": (4, 2, f"{EP4} {TO_ALL} {CP2}"),
-}
+}  # fmt: skip
 SHARDED = {
     "ep 2, distributed optimizer": f"{EP2} {TO_ALL}",
     "ep 2 x cp 2, distributed optimizer": f"{EP2} {TO_ALL} {CP2}",

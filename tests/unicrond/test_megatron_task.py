@@ -74,19 +74,8 @@ def test_megatron_takes_last_of_repeated_flags() -> None:
         (FLAGS + " --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type: global_aux"),
         (FLAGS + " --dataloader-type external", "--dataloader-type: unicrond deals micro-batches"),
         (FLAGS + " --optimizer dist_muon", "--optimizer: adam or sgd"),
+        (FLAGS + " --dsa-indexer-loss-coeff 0.1", "--dsa-indexer-loss-coeff: a loss that Megatron scales"),
         (FLAGS + " --cuda-graph-impl local", "--cuda-graph-impl: CUDA graphs are not supported yet"),
-        (
-            FLAGS + " --num-layers-per-virtual-pipeline-stage 1 --num-experts 4",
-            "--num-layers-per-virtual-pipeline-stage: not with --num-experts yet; leave it out",
-        ),
-        (
-            FLAGS + " --num-virtual-stages-per-pipeline-rank 2 --num-experts 4",
-            "--num-virtual-stages-per-pipeline-rank: not with --num-experts yet; leave it out",
-        ),
-        (
-            FLAGS + " --pipeline-model-parallel-layout E(t|)*3tmL --mtp-num-layers 1",
-            "--pipeline-model-parallel-layout: not with --mtp-num-layers yet; leave it out",
-        ),
         (
             FLAGS + " --pipeline-model-parallel-layout Et|t|ttL",
             "--pipeline-model-parallel-layout: its 3 stages do not divide among pp 2; use a multiple of pp",
@@ -338,11 +327,6 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
         ),
         (FLAGS, "[{pp: 1, vpp: 2}]", "layouts[0]: vpp: 2 chunks of a stage are interleaved from pp 2 on; use vpp 1"),
         (FLAGS, "[{pp: 2, vpp: 3}]", "layouts[0]: --num-layers: 2 of a stage do not divide among vpp (3)"),
-        (
-            FLAGS + " --num-experts 4",
-            "[{pp: 2, vpp: 2}]",
-            "layouts[0]: --num-experts: not with virtual",
-        ),
         (
             FLAGS,
             "[{tp: 2, cp: 3}]",

@@ -91,7 +91,9 @@ USES: dict[str, tuple[str, ...]] = {
     ),
     "transformer.module.Float16Module": (),
     "transformer.module.param_is_not_shared": (),
+    "transformer.moe.moe_utils.MoEAuxLossAutoScaler": (),
     "transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": (),
+    "transformer.multi_token_prediction.MTPLossAutoScaler": (),
     "transformer.multi_token_prediction.MTPLossLoggingHelper": (),
     "transformer.torch_norm.WrappedTorchNorm": (),
 }  # fmt: skip
@@ -120,8 +122,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "chained_optimizers", "float16_groups", "fp32_from_float16_groups", "get_grad_norm", "is_stub_optimizer",
         "reload_model_params",
     ),
+    "transformer.moe.moe_utils": ("main_loss_backward_scale", "set_loss_scale"),
     "transformer.moe.router": ("local_tokens_per_expert",),
-    "transformer.multi_token_prediction": ("tracker",),
+    "transformer.multi_token_prediction": ("main_loss_backward_scale", "set_loss_scale", "tracker"),
     "transformer.transformer_config": ("calculate_per_token_loss", "mtp_num_layers", "num_moe_experts"),
 }  # fmt: skip
 #: Functions of `DistributedOptimizer` that run over stand-ins; what they call these; our class of each.

@@ -93,7 +93,7 @@ def apply_after_import() -> None:
 
     # Outputs are freed while gloo may still send them: CUDA's streams would keep the order.
     schedules.deallocate_output_tensor = lambda *_, **__: None
-    schedules.custom_backward = lambda output, gradient: torch.autograd.backward(output, grad_tensors=gradient)
+    schedules.custom_backward = _backward
     if not hasattr(moe_utils, "te_general_gemm"):  # asked for without Transformer Engine too
         moe_utils.te_general_gemm = None
     if hasattr(
@@ -102,6 +102,21 @@ def apply_after_import() -> None:
         token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "RNG state changed" not in str(record.msg)
+    )
+
+
+def _backward(output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Run the backward, of a loss without a gradient, as Megatron's function does, which wants the output freed.
+    `torch.autograd.backward` would leave `_OnCpu` for as long as it takes, and what is computed again in it would go
+    to a GPU."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (output,),
+        (torch.ones_like(output) if gradient is None else gradient,),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 

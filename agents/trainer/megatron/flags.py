@@ -14,7 +14,6 @@ from typing import Any
 
 from unicrond.events.megatron.command_line import (
     CHECKED_FLAGS,
-    CHUNKS_FLAGS,
     REFUSED_FLAGS,
     TESTED,
     chunks_of,
@@ -127,11 +126,6 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
     yield from refusals(values)
     if getattr(args, "fp8", None) and not on_gpu:
         yield "--fp8-format: fp8 needs a GPU"
-    if getattr(args, "virtual_pipeline_model_parallel_size", None) and (
-        getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
-    ):
-        flag = next((flag for flag in CHUNKS_FLAGS if getattr(args, _argument(flag), None)), CHUNKS_FLAGS[0])
-        yield f"{flag}: not with experts or multi-token prediction yet; leave it out"
     for flag, actual, expected in (
         ("--global-batch-size", args.global_batch_size, spec.global_batch),
         ("--seed", args.seed, spec.seed),

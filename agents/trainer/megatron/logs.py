@@ -92,6 +92,10 @@ class Trackers:
         for place, values in self._pairs(room):
             values.copy_(place[: values.numel()])
 
+    def values(self) -> list[torch.Tensor]:
+        """Return the trackers themselves."""
+        return [values for values in _values() if values is not None] if self.numel else []
+
     def _pairs(self, room: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         places = room.split(self._layers) if self.numel else ()
         for place, values in zip(places, _values() if self.numel else (), strict=True):

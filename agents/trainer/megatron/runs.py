@@ -12,7 +12,7 @@ Rules
   one data-parallel rank: else it would overflow at another scale, and other iterations would be skipped.
 * What is logged (the dictionaries that loss functions return) is added up beside the gradients (`buffers.py`).
 * An interleaved pipeline takes whole groups of pp micro-batches at least: a shorter list is filled up with its last
-  micro-batch, without weight.
+  micro-batch, without weight (`padding.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from unicrond.agents.trainer.loop.hook import Hook, Step
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation
 from unicrond.agents.trainer.megatron.data import MicroBatchLoader
 from unicrond.agents.trainer.megatron.logs import Trackers
+from unicrond.agents.trainer.megatron.padding import Padding, auxiliary_scales
 
 
 class TooManyNames(RuntimeError):
@@ -62,6 +63,7 @@ class ScheduleRuns:
         self._finalizing = {"force_all_reduce": True} if scatters else {}
         self._in_last_stage: bool = mpu.is_pipeline_last_stage(ignore_virtual=True)
         self._interleaved = chunks > 1
+        self._padding = Padding(self._counts, auxiliary_scales(config))
         #: What is logged, in the order of its slots.
         self._names: list[str] = []
 
@@ -125,7 +127,12 @@ class ScheduleRuns:
             place = counts[id(model)]  # of chunks of a model, each takes the micro-batches in their order
             counts[id(model)] += 1
             step.seed(padded[place])
-            output, loss = forward_step(data_iterator, model, *rest, **keywords)
+            if place < whole:
+                output, loss = forward_step(data_iterator, model, *rest, **keywords)
+            else:
+                with self._padding.forward():
+                    output, loss = forward_step(data_iterator, model, *rest, **keywords)
+                self._padding.prepare_backward(output)
             return output, weigh.wrap(loss, counts=place < whole)
 
         if not config.calculate_per_token_loss:  # auxiliary losses are scaled by it, and divided by the call's length
@@ -137,6 +144,10 @@ class ScheduleRuns:
         self._note(reports[:whole])
         self._trackers.take(self._sums.present.tracked)
         step.add(*weigh.total())
+
+    def _counts(self) -> list[torch.Tensor]:
+        """Return the tensors in which forward passes count."""
+        return [*self._trackers.values(), *self._sums.present.counters]
 
     def _pad(self, micro_batches: list[int]) -> list[int]:
         if not self._interleaved:
