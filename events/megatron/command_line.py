@@ -79,7 +79,7 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
     RefusedFlag("--use-nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
     RefusedFlag("--nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
     RefusedFlag("--reuse-grad-buf-for-mxfp8-param-ag", f"{_UNDONE}: gradients and parameters must not share memory"),
-    RefusedFlag("--fp8-param-gather", f"fp8 parameters are {_UNDONE}"),
+    RefusedFlag("--fp4-param-gather", f"fp4 parameters are {_UNDONE}"),
     RefusedFlag("--save-wgrads-interval", f"{_UNDONE}; leave it out"),
     RefusedFlag("--save-dgrads-interval", f"{_UNDONE}; leave it out"),
     RefusedFlag("--enable-ft-package", f"{_BUILT_IN}: faults are found and healed"),
@@ -92,6 +92,12 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
     RefusedFlag("--dsa-indexer-loss-coeff", f"a loss that Megatron scales by other rules is {_UNDONE}; leave it out"),
     RefusedFlag("--optimizer", "adam or sgd; others gather gradients themselves", ("adam", "sgd")),
 )  # fmt: skip
+#: Unset in every worker, with a line: they would save time or memory, and training without them is right.
+WITHOUT_EFFECT: tuple[RefusedFlag, ...] = (
+    RefusedFlag("--num-distributed-optimizer-instances", "unicrond shards the optimizer over all replicas", (1,)),
+    RefusedFlag("--overlap-param-gather-with-optimizer-step", "unicrond shards the optimizer over all replicas"),
+    RefusedFlag("--fp8-param-gather", "parameters stay in bf16, from which each forward casts them, in more memory"),
+)
 _GLOBAL_AUX_LOSS = RefusedFlag(
     "--moe-router-load-balancing-type", "global_aux_loss depends on the order of micro-batches; use aux_loss"
 )
@@ -132,6 +138,13 @@ def saves_sharded(values: Mapping[str, object]) -> bool:
     return SHARDED in flags and len(flags) > 1
 
 
+def without_effect(values: Mapping[str, object]) -> Iterator[tuple[RefusedFlag, str]]:
+    """Yield each flag that is unset, and the line that says so. `values`: as of `refusals`."""
+    for flag in WITHOUT_EFFECT:
+        if flag.refuses(values.get(flag.flag)):
+            yield flag, f"{flag.flag} is without effect: {flag.reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class CommandLine:
     """A parsed command line: `script`, and the words of each of its flags, by name (`--x-y`)."""
@@ -155,6 +168,11 @@ class CommandLine:
             else:
                 flags[name].append(word)
         return CommandLine(args[0], {name: tuple(words) for name, words in flags.items()})
+
+    @property
+    def values(self) -> dict[str, object]:
+        """Return each flag's words; of a flag without any, True."""
+        return {name: words or True for name, words in self.flags.items()}
 
     def text(self, *names: str, default: str = "") -> str:
         """Return the words of the first of these flags that is given."""
@@ -233,7 +251,7 @@ class TrainingFlags:
 
 def read_training_flags(line: CommandLine) -> TrainingFlags:
     """Read the task that the command line describes. Raises BadFlags for what is refused, missing or no number."""
-    for reason in refusals({name: words or True for name, words in line.flags.items()}):
+    for reason in refusals(line.values):
         raise BadFlags(reason)
     cut = degrees(line)
     if "--num-experts" in line.flags and (problem := unsummed_copies(cut)):
@@ -342,6 +360,7 @@ def _dropout(line: CommandLine) -> float:
 
 def _notes(line: CommandLine) -> Iterator[str]:
     """Yield what a person should know about the task."""
+    yield from (text for _, text in without_effect(line.values))
     if SHARDED in line.flags:
         yield "the optimizer's state is shared over the replicas by unicrond, not by Megatron's DistributedOptimizer"
     if "--vocab-size" not in line.flags:

@@ -62,8 +62,8 @@ def reasons(words: Sequence[str]) -> list[str]:
     try:
         loads(task_file(parse_script(script(words)), base=Path("/opt/Megatron-LM")))
     except BadFlags as error:
-        flags = CommandLine.parse(words).flags
-        refused = list(refusals({name: value or True for name, value in flags.items()}))
+        line = CommandLine.parse(words)
+        flags, refused = line.flags, list(refusals(line.values))
         names = {reason.partition(":")[0] for reason in refused}
         try:  # what would be said without these
             read_training_flags(CommandLine(words[0], {flag: flags[flag] for flag in flags if flag not in names}))

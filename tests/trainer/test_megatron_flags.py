@@ -12,7 +12,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from unicrond.agents.trainer.megatron.flags import (
     FlagsRefused,
     apply_task_layout,
-    drop_spreading,
+    drop_without_effect,
     require,
     require_experts,
     take_over,
@@ -118,14 +118,17 @@ def test_other_layout_has_connections_that_megatron_asserts(
     assert os.environ[name] == "8", "a person's value stays"
 
 
-def test_spreading_of_megatrons_optimizer_is_dropped() -> None:
-    args = parsed(num_distributed_optimizer_instances=2, overlap_param_gather_with_optimizer_step=True)
-    assert [line.partition(" is")[0] for line in drop_spreading(args)] == [
-        "--num-distributed-optimizer-instances 2",
-        "--overlap-param-gather-with-optimizer-step True",
-    ]
-    assert (args.num_distributed_optimizer_instances, args.overlap_param_gather_with_optimizer_step) == (1, False)
-    assert list(drop_spreading(args)) == list(drop_spreading(parsed())) == []
+def test_what_saves_time_alone_is_dropped_with_a_line() -> None:
+    flags = {
+        "num_distributed_optimizer_instances": 2,
+        "overlap_param_gather_with_optimizer_step": True,
+        "fp8_param_gather": True,
+    }
+    args = parsed(**flags)
+    dropped = [line.partition(" is without effect: ")[0] for line in drop_without_effect(args)]
+    assert dropped == ["--" + name.replace("_", "-") for name in flags]
+    assert [getattr(args, name) for name in flags] == [1, False, False]
+    assert list(drop_without_effect(args)) == list(drop_without_effect(parsed())) == []
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,13 @@ def test_submit_check_prints_interpretation(tmp_path: Path, capsys: pytest.Captu
     )
 
 
+def test_flag_without_effect_is_taken_with_a_line() -> None:
+    line = CommandLine.parse(["x.py", *FLAGS.split(), "--fp8-param-gather", "--num-distributed-optimizer-instances=1"])
+    assert [note.partition(":")[0] for note in read_training_flags(line).notes] == [
+        "--fp8-param-gather is without effect"
+    ]
+
+
 def test_megatron_example_is_valid() -> None:
     spec = load(Path(__file__).parents[2] / "examples" / "megatron-lm.yaml")
     assert spec.micro_batches == 16 and spec.model.layers == 24

@@ -112,7 +112,7 @@ class Adapter:
     def validate_args(self, args: Any, *rest: Any, **options: Any) -> Any:
         """Call Megatron's, and refuse, take over or correct what unicrond must."""
         spec = self._context.launch.spec
-        for line in (*flags.apply_task_layout(args, spec), *flags.drop_spreading(args)):
+        for line in (*flags.apply_task_layout(args, spec), *flags.drop_without_effect(args)):
             self.log(line)
         if not self._on_gpu and (changed := cpu.set_flags(args)):
             self.log(f"set for the CPU: {', '.join(changed)}")

@@ -16,20 +16,20 @@ from unicrond.events.megatron.command_line import (
     CHECKED_FLAGS,
     REFUSED_FLAGS,
     TESTED,
+    WITHOUT_EFFECT,
     chunks_of,
     refusals,
+    without_effect,
 )
 from unicrond.events.megatron.layouts import stage_without_experts
 from unicrond.events.vocabulary import TaskSpec
 
 __all__ = [
-    "TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "divides_evaluation", "drop_spreading",
+    "TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "divides_evaluation", "drop_without_effect",
     "newest_checkpoint", "require", "require_experts", "take_over",
 ]  # fmt: skip
 
 
-#: How Megatron spreads its sharded optimizer, in whose place unicrond's stands: what they are without it.
-_SPREADING = {"num_distributed_optimizer_instances": 1, "overlap_param_gather_with_optimizer_step": False}
 _BATCH_SIZES = ("global_batch_size", "micro_batch_size")
 
 
@@ -82,13 +82,12 @@ def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
             setattr(args, name, expected)
 
 
-def drop_spreading(args: Any) -> Iterator[str]:
-    """Unset how Megatron would spread its optimizer over ranks and overlap its steps; yield what was changed."""
-    for name, value in _SPREADING.items():
-        if (given := getattr(args, name, value)) != value:
-            flag = name.replace("_", "-")
-            yield f"--{flag} {given} is without effect: unicrond shards the optimizer over all replicas"
-            setattr(args, name, value)
+def drop_without_effect(args: Any) -> Iterator[str]:
+    """Unset what would save time or memory alone and is not done here; yield a line for each."""
+    values = {flag.flag: getattr(args, flag.name, None) for flag in WITHOUT_EFFECT}
+    for flag, text in without_effect(values):
+        setattr(args, flag.name, flag.harmless[0] if flag.harmless else False)
+        yield text
 
 
 def _vpp_of(args: Any) -> int:
