@@ -168,11 +168,13 @@ def test_results_are_removed_by_their_last_reader_or_two_purposes_later() -> Non
         for own in results[:readers]:
             assert len(own.take(["0/0", "0/1", "0/2"])) == 3
             own.end(["0/0", "0/1", "0/2"], 3)
+            own.are_there(["0/0"])  # which its thread answers once it has left
 
     keys = [f"results/big/{purpose}/0/{rank}" for purpose in "12" for rank in range(3)]
     share("1", 2)
     assert all(store.check([key]) for key in keys[:3]), "the third may want them"
     results[2].end(["0/0", "0/1", "0/2"], 3)
+    results[2].are_there(["0/0"])
     empty = store.num_keys()
     assert not any(store.check([key]) for key in keys)
     share("2", 2)
@@ -182,6 +184,7 @@ def test_results_are_removed_by_their_last_reader_or_two_purposes_later() -> Non
         for own in results:
             own.begin(address, purpose)
             own.end([], 2)
+            own.are_there(["0/0"])
     assert store.num_keys() == empty
 
 
@@ -200,6 +203,8 @@ def test_silent_store_of_results_holds_up_nobody(monkeypatch: pytest.MonkeyPatch
             assert results.take(["a", "b"]) == {"a": b"1"}
             server.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # each of its threads
+            results.end(["a"], 1)
+            assert results.is_there, "nobody waits for the end, so nobody knows yet"
             assert not results.are_there(["a"]) and not results.is_there
             assert results.take(["a"]) == {}
             results.publish("b", b"2")

@@ -6,9 +6,10 @@ Rules
   no regroup can break it.
 * A store that is lost holds nothing, and takes nothing: everybody is alone then. So is one that is silent for
   ANSWER_MAX_S: its calls have no limit of their own, so a thread makes them, and stays behind with what hangs.
-* The last reader of a purpose removes its results, those of a dead replica too. If a reader dies, nobody is the last.
-  Then each survivor removes them when it begins the second purpose after it: a reader begins a purpose once it has read
-  all results of the one before, so by then everybody has read them.
+* The last reader of a purpose removes its results, those of a dead replica too; nobody waits for that. If a reader
+  dies, nobody is the last. Then each survivor removes them when it begins the second purpose after it: a reader begins
+  a purpose once it has read all results of the one before, so by then everybody has read them. A lone survivor shares
+  nothing any more, and begins none: what is left then stays until the store ends.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class SharedResults:
         self._ask(lambda store: store.set(name, value))
 
     def end(self, keys: Iterable[str], readers: int) -> None:
-        """Count this process among the readers that have had all results of the purpose, which have these keys; the
-        last of so many readers removes them."""
+        """Have this process counted, in a while, among the readers that have had all results of the purpose, which have
+        these keys; the last of so many readers removes them."""
         counter, names = f"{self._prefix}readers", [self._prefix + key for key in keys]
         self._ended[counter] = names
 
@@ -69,7 +70,8 @@ class SharedResults:
             if store.add(counter, 1) >= readers:
                 _remove(store, counter, names)
 
-        self._ask(leave)
+        if self._store is not None:
+            self._thread.submit(leave, self._store)
 
     def take(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return what has been published under these keys by now. Nothing waits in the store: a wait that is cut short

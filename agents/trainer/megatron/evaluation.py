@@ -91,9 +91,10 @@ class Evaluation:
         while (number := self._replica.highest(self._turn())[0]) > 0:
             if number <= self.calls * self._size:
                 self._compute(divmod(number - 1, self._size), forward)
+        totals: list[dict[str, torch.Tensor]] = [{}]
         if self._decides:
             self._results.end(map(_key, self._reports), self._size)
-        totals = self._total() if self._decides else [{}]
+            totals = self._total()
         if self._replica.sharers == 1:
             return totals
         sizes = msgspec.msgpack.encode({name: total.numel() for name, total in totals[0].items()})
