@@ -49,7 +49,7 @@ async def doctor(api_port: int) -> list[dict[str, str]]:
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await asyncio.wait_for(process.communicate(), LIMIT_S + 200)
-    return [one for one in json.loads(out) if not one["what"].startswith(_ON_ONE_MACHINE)]
+    return [one for one in json.loads(out) if not one["problem"].startswith(_ON_ONE_MACHINE)]
 
 
 async def scenario(directory: Path) -> dict[str, Any]:

@@ -28,15 +28,17 @@ def test_doctor_finds_problems_on_three_hosts(tmp_path: Path) -> None:
     assert told["sound"] == []
 
     (route,) = told["no route"]
-    assert route["about"] == "n2, n3" and route["what"].startswith("do not reach each other (")
+    assert route["about"] == "n2, n3" and route["problem"].startswith("do not reach each other (")
     assert "route" in route["fix"]
 
     links = {one["about"]: one for one in told["mtu"]}
     assert set(links) == {"n1, n2", "n1, n3"}, told["mtu"]
-    assert all("connect, but a sum of 4 MiB between them fails" in one["what"] for one in links.values())
+    assert all("connect, but a sum of 4 MiB between them fails" in one["problem"] for one in links.values())
     assert all("ping -M do" in one["fix"] for one in links.values())
 
     (storage,) = told["storage"]
-    assert storage["about"] == "task t" and storage["what"].startswith("n3 does not see what n1 writes to ")
-    # The pace of a task that has just begun is being learnt, whoever looks.
-    assert set(told["types"]) <= {"StepCommitted", "SnapshotStored", "ThroughputCorrected"}, "training has not noticed"
+    assert storage["about"] == "task t" and storage["problem"].startswith("n3 does not see what n1 writes to ")
+    # Whoever looks: the pace of a task that has just begun is being learnt, and on a busy machine one worker is late.
+    learnt = {"StepCommitted", "SnapshotStored", "ThroughputCorrected", "DegradationObserved"}
+    late = {"StragglerObserved", "ProbeLinks", "CommandApplied", "LinksProbed"}
+    assert set(told["types"]) <= learnt | late, "training has not noticed"
