@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.megatron_lm.fixtures import archives
-from unicrond.events.megatron.command_line import BadFlags, CommandLine, read_training_flags, refusals
+from unicrond.events.megatron.command_line import BadFlags, CommandLine, read_training_flags, refusals, without_effect
 from unicrond.intake.megatron_init import parse_script, task_file
 from unicrond.intake.task_file import loads
 
@@ -26,7 +26,8 @@ Megatron-LM tests itself with {whole} functional configurations. Each was given 
 init-megatron --script` as the batch script that it is, its variables assigned: **{taken} make a task; {refused} are
 refused**, each by one line that names the flag. What is taken is checked, not trained: the
 [list of what was trained](megatron-lm.md#what-works) is that page's. Transformer Engine, fp8 and fused kernels, which
-{gpu} of the {taken} ask for, need a GPU and were not trained here.
+{gpu} of the {taken} ask for, need a GPU and were not trained here. {without} are taken with a flag unset, which submission
+says: `--fp8-param-gather` and its like save time or memory, and [nothing else](megatron-lm.md#what-follows-from-the-flags).
 
 `.venv/bin/python -m tests.megatron_lm.configurations` prints this page.
 
@@ -76,7 +77,7 @@ def reasons(words: Sequence[str]) -> list[str]:
 def page() -> str:
     """Return the page."""
     kinds, taken, by_reason = Counter[str](), Counter[str](), defaultdict[str, list[tuple[str, bool]]](list)
-    needs_gpu = 0
+    needs_gpu = without = 0
     for configuration in configurations():
         args, kind, name = configuration["args"], str(configuration["kind"]), str(configuration["name"])
         assert isinstance(args, list)
@@ -87,10 +88,12 @@ def page() -> str:
         if not refused:
             taken[kind] += 1
             needs_gpu += "transformer_engine" in words or any(flag in words for flag in _GPU)
+            without += any(without_effect(CommandLine.parse(words).values))
         for reason in {re.sub(r"(?<!\w)\d+", "N", text) for text in refused}:
             by_reason[reason].append((name, len(refused) == 1))
     whole = sum(kinds.values())
-    head = _HEAD.format(whole=whole, taken=sum(taken.values()), refused=whole - sum(taken.values()), gpu=needs_gpu)
+    numbers = {"whole": whole, "taken": sum(taken.values()), "gpu": needs_gpu, "without": without}
+    head = _HEAD.format(**numbers, refused=whole - sum(taken.values()))
     lines = [f"| {kind} | {count} | {taken[kind]} |" for kind, count in sorted(kinds.items())]
     return "\n".join([*head.splitlines(), *lines, "", *_refused(by_reason)]) + "\n"
 
