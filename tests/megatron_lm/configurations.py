@@ -26,8 +26,9 @@ Megatron-LM tests itself with {whole} functional configurations. Each was given 
 init-megatron --script` as the batch script that it is, its variables assigned: **{taken} make a task; {refused} are
 refused**, each by one line that names the flag. What is taken is checked, not trained: the
 [list of what was trained](megatron-lm.md#what-works) is that page's. Transformer Engine, fp8 and fused kernels, which
-{gpu} of the {taken} ask for, need a GPU and were not trained here. {without} are taken with a flag unset, which submission
-says: `--fp8-param-gather` and its like save time or memory, and [nothing else](megatron-lm.md#what-follows-from-the-flags).
+{gpu} of the {taken} ask for, need a GPU and were not trained here. {without} are taken with a flag unset, which
+submission says: `--fp8-param-gather` and its like save time or memory, and
+[nothing else](megatron-lm.md#what-follows-from-the-flags).
 
 `.venv/bin/python -m tests.megatron_lm.configurations` prints this page.
 
