@@ -74,7 +74,6 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
     RefusedFlag("--cuda-graph-impl", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes", ("none",)),
     RefusedFlag("--enable-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
     RefusedFlag("--external-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
-    RefusedFlag("--overlap-moe-expert-parallel-comm", f"its schedule is {_UNDONE}"),
     RefusedFlag("--delay-wgrad-compute", f"weight gradients outside of the backward are {_UNDONE}"),
     RefusedFlag("--use-nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
     RefusedFlag("--nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
@@ -92,10 +91,13 @@ REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
     RefusedFlag("--dsa-indexer-loss-coeff", f"a loss that Megatron scales by other rules is {_UNDONE}; leave it out"),
     RefusedFlag("--optimizer", "adam or sgd; others gather gradients themselves", ("adam", "sgd")),
 )  # fmt: skip
+MOE_OVERLAP = "--overlap-moe-expert-parallel-comm"
 #: Unset in every worker, with a line: they would save time or memory, and training without them is right.
 WITHOUT_EFFECT: tuple[RefusedFlag, ...] = (
     RefusedFlag("--num-distributed-optimizer-instances", "unicrond shards the optimizer over all replicas", (1,)),
     RefusedFlag("--overlap-param-gather-with-optimizer-step", "unicrond shards the optimizer over all replicas"),
+    RefusedFlag(MOE_OVERLAP, f"its schedule is {_UNDONE}; the plain one computes the same, in more time"),
+    RefusedFlag("--ep-overlap-early-attn-memory-release", f"it is a part of {MOE_OVERLAP}"),
     RefusedFlag("--fp8-param-gather", "parameters stay in bf16, from which each forward casts them, in more memory"),
 )
 _GLOBAL_AUX_LOSS = RefusedFlag(

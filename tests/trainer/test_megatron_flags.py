@@ -118,17 +118,27 @@ def test_other_layout_has_connections_that_megatron_asserts(
     assert os.environ[name] == "8", "a person's value stays"
 
 
-def test_what_saves_time_alone_is_dropped_with_a_line() -> None:
+def test_what_saves_time_alone_is_dropped_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     flags = {
         "num_distributed_optimizer_instances": 2,
         "overlap_param_gather_with_optimizer_step": True,
+        "overlap_moe_expert_parallel_comm": True,
+        "ep_overlap_early_attn_memory_release": True,
         "fp8_param_gather": True,
     }
     args = parsed(**flags)
     dropped = [line.partition(" is without effect: ")[0] for line in drop_without_effect(args)]
     assert dropped == ["--" + name.replace("_", "-") for name in flags]
-    assert [getattr(args, name) for name in flags] == [1, False, False]
+    assert [getattr(args, name) for name in flags] == [1, False, False, False, False]
     assert list(drop_without_effect(args)) == list(drop_without_effect(parsed())) == []
+
+
+@pytest.mark.parametrize(("tp", "connections"), [(2, "1"), (1, "32")])
+def test_connections_for_an_overlap_go_with_it(monkeypatch: pytest.MonkeyPatch, tp: int, connections: str) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    list(drop_without_effect(parsed(overlap_moe_expert_parallel_comm=True, tensor_model_parallel_size=tp)))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
 
 
 @pytest.mark.parametrize(
