@@ -27,8 +27,8 @@ init-megatron --script` as the batch script that it is, its variables assigned: 
 refused**, each by one line that names the flag. What is taken is checked, not trained: the
 [list of what was trained](megatron-lm.md#what-works) is that page's. Transformer Engine, fp8 and fused kernels, which
 {gpu} of the {taken} ask for, need a GPU and were not trained here. {without} are taken with a flag unset, which
-submission says: `--fp8-param-gather` and its like save time or memory, and
-[nothing else](megatron-lm.md#what-follows-from-the-flags).
+submission says: `--fp8-param-gather` and its like save time or memory
+([what is without them](megatron-lm.md#what-follows-from-the-flags)).
 
 `.venv/bin/python -m tests.megatron_lm.configurations` prints this page.
 
