@@ -42,7 +42,7 @@ PARSERS = [
 #: Options in the documents that are other programs': nats, Megatron-LM, and the commands of tests and benchmarks.
 OTHERS = {"--layers", "--faults", "--requeue", "--no-kill", "--load", "--save", "--lr-decay-iters"}
 #: Documents whose options are another program's.
-OF_OTHERS = {"megatron-lm.md", "configurations.md"}
+OF_OTHERS = {"megatron-lm.md", "configurations.md", "checkpoints.md"}
 
 
 def tracked(*patterns: str) -> list[Path]:

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 
 from tests.trainer.test_resharding import WHOLE, forms, grouped, same, shards, state
+from unicrond.agents.trainer.converters import convert
 from unicrond.agents.trainer.states import checkpoint, portable
 from unicrond.agents.trainer.states.checkpoint import WriteJob
 from unicrond.agents.trainer.states.resharding import WHOLE as MARK
@@ -55,8 +56,8 @@ def test_export_keeps_existing_and_names_invalid_directories(
     portable.export_to(source, str(tmp_path / "out"))
     with pytest.raises(BadState, match="is there already"):
         portable.export_to(source, str(tmp_path / "out"))
-    assert portable.main(["import", source, str(tmp_path / "other"), "--task", "small"]) == 1
-    assert portable.main(["export", str(tmp_path), str(tmp_path / "other")]) == 1
+    assert convert.main(["import", source, str(tmp_path / "other"), "--task=small"]) == 1
+    assert convert.main(["export", str(tmp_path), str(tmp_path / "other")]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "is a task's own checkpoint; export it first" in lines[0] and "is no checkpoint's directory" in lines[1]
     assert not (tmp_path / "other").exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -317,14 +318,15 @@ def init_megatron(options: argparse.Namespace) -> None:
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Export a checkpoint without its layout, or import one. (torch is loaded in a process of its own.)"""
-    if (options.what == "import") != bool(options.task):
-        raise UsageError("give --task with import, and with import alone")
+    """Export a checkpoint without its layout, import or convert one. (torch is loaded in a process of its own.)"""
     extras.require("unicronctl checkpoint", "node")
-    words = [options.what, options.source, options.directory, f"--task={options.task or ''}"]
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "unicrond.agents.trainer.states.portable", *words], check=False
-    ).returncode
+    names = ("task", "to", "config", "vocab_size", "pad_vocab", "model_only", "json")
+    values = ((name.replace("_", "-"), getattr(options, name)) for name in names)
+    words = [options.what, options.source, options.directory, *(f"--{flag}={value}" for flag, value in values if value)]
+    process = subprocess.Popen([sys.executable, "-P", "-m", "unicrond.agents.trainer.converters.convert", *words])
+    while True:
+        with suppress(KeyboardInterrupt):  # it has got that too, and removes what it has left half done
+            return process.wait()
 
 
 def cancel(options: argparse.Namespace) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import get_args
 
 from unicrond.ctl.parsing import REASON, TASK, add_to
-from unicrond.events.cli.command_line import Commands, add, name, number, option, switch, whole
+from unicrond.events.cli.command_line import Commands, add, existing_file, name, number, option, switch, whole
 from unicrond.events.cli.shared_flags import shared
 from unicrond.events.vocabulary import Mode
 
 MODES = get_args(Mode)
+#: Of checkpoints, to convert to.
+FORMATS = ("hf", "torch-dist", "portable")
 
 
 def add_tasks_control(commands: Commands) -> None:
@@ -79,15 +81,23 @@ def _add_settings(commands: Commands) -> None:
     add_to(
         commands,
         "checkpoint",
-        "take a checkpoint out of its layout, or into another task; needs no coordinator (docs/design/sources.md)",
+        "give a checkpoint another task, format or layout; needs no coordinator (docs/use/checkpoints.md)",
         (
             "checkpoint export /ckpt/big/iteration-00000120 /exported",
             "checkpoint import /exported/iteration-00000120 /ckpt/other --task other",
+            "checkpoint convert /ckpt/big/iteration-00000120 /models/big --to hf",
+            "checkpoint convert /models/llama /ckpt/other --to portable --task other",
+            "checkpoint convert /exported/iteration-00000120 /megatron/big --to torch-dist",
         ),
-        option("what", "WHAT", "export or import", choices=("export", "import")),
-        option("source", "CHECKPOINT", "a directory iteration-N, or the URL of one"),
+        option("what", "WHAT", "export, import or convert", choices=("export", "import", "convert")),
+        option("source", "CHECKPOINT", "a directory iteration-N, or its URL; convert: of another format, too"),
         option("directory", "DIR", "where to write it; for import the task's checkpoint.dir"),
-        shared("--task", "import: the one that is to begin from it"),
+        shared("--task", "import, convert: the one that is to begin from it"),
+        option("--to", "FORMAT", "convert: hf (Hugging Face), torch-dist (Megatron) or portable", choices=FORMATS),
+        option("--config", "FILE", "convert to hf: a config.json, for what the state does not say", type=existing_file),
+        option("--vocab-size", "N", "convert to hf: cut the vocabulary to N words", type=whole(1)),
+        option("--pad-vocab", "N", "convert from hf: pad the vocabulary to a multiple of N", type=whole(1)),
+        switch("--model-only", "convert: leave the optimizer's state out"),
     )
     add_to(
         commands,

@@ -46,6 +46,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from unicrond.agents.trainer.lifecycle.optimizer_shards import ALIGN, Span, StatePart
+from unicrond.agents.trainer.states.resharding import BEGINS
 from unicrond.agents.trainer.states.state import BadState
 
 MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -202,10 +203,9 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             staged = [Holding(StatePart(1, 0), rows)]
         else:
             steps, groups = int(state_dict["steps"]), state_dict["groups"]
+            staged = [self.initial(StatePart(1, 0))] if BEGINS in state_dict else []
         if len(groups) != len(self._options):
-            raise BadState(
-                f"optimizer: the state has {len(groups)} groups of parameters, there are {len(self._options)}"
-            )
+            raise BadState(f"optimizer: the state has {len(groups)} groups of parameters, not {len(self._options)}")
         self.loaded_rows = None
         self.drop_parts()
         self._staged, self.steps = staged, steps

@@ -20,12 +20,12 @@ Rules
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -34,9 +34,14 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from unicrond.agents.trainer.states import origins
+from unicrond.agents.trainer.states.distributed_format import (
+    Reader,
+    TensorLocation,
+    read_tensor,
+    write_distributed_format,
+)
 from unicrond.agents.trainer.states.origins import RunOrigin
 from unicrond.agents.trainer.states.places import FOLDER, MANIFEST, NAME, StatePlace, name_of, place_of
 from unicrond.agents.trainer.states.state import BadState, flatten, shapes, unflatten
@@ -46,14 +51,7 @@ from unicrond.events.vocabulary.shape import Shape
 FORMAT = 3
 _SKELETON = "skeleton"
 _CHUNK_BYTES = 1 << 20
-
-
-class TensorLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The place of one tensor: a file of the shard, offset and length in bytes; a stream of torch.save."""
-
-    file: str
-    offset: int
-    length: int
+_DIFFERENT = "the tensors differ from those that the skeleton names"
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,18 +128,20 @@ class WriteJob:
         return f"{run_id}-{writer}".strip("-")
 
 
-def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None) -> WrittenCheckpoint | None:
+def write(
+    job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None, content: Reader | None = None
+) -> WrittenCheckpoint | None:
     """Write this shard's part; the shard that comes last publishes, and is the one that gets a result.
 
     Needs no communication, so any thread may do it. Removes checkpoints older than the newest `keep`. `midway` is
-    called when this shard's files are written and nothing is published; what it raises ends the attempt. Raises
-    OSError.
+    called when this shard's files are written and nothing is published; what it raises ends the attempt. `content`
+    gives tensors that are on the meta device in the tree, each when it is written. Raises OSError.
     """
     place = place_of(job.directory)
     if job.replaces:
         place.remove_draft(job.iteration, job.attempt(job.replaces))
     draft, folder = place.draft(job.iteration, job.attempt(job.writer))
-    record = _write_shard(place, draft, job.shard, tree)
+    record = _write_shard(place, draft, job.shard, tree, content)
     midway()
     place.write(f"{draft}/shard-{job.shard}.json", msgspec.json.encode(record))
     records = [_record(place, draft, shard) for shard in range(job.layout.workers)]
@@ -240,8 +240,46 @@ def fork(source: str | Path, source_task: str, directory: str | Path, task: str,
     place.publish(draft, iteration, texts, replace=False)
 
 
+class OpenShard:
+    """Give the tree of one shard, with its tensors on the meta device, and reads these one by one. `size_bytes`: of its
+    files."""
+
+    def __init__(self, path: Path, record: ShardRecord) -> None:
+        self._path = path
+        skeleton = bytes(read_tensor(path, record.skeleton).tolist())
+        self._kinds, locations = shapes(skeleton), record.tensors
+        if len(self._kinds) != len(locations):
+            raise BadState(_DIFFERENT)
+        empty = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self._kinds]
+        self._skeleton, self.tree = skeleton, unflatten(skeleton, empty)
+        self._numbers = {name: number for number, (name, _) in enumerate(named_tensors(self.tree))}
+        self._locations = locations
+        self.size_bytes = sum(file.size_bytes for file in record.files)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor of this path. Raises OSError, BadState."""
+        return self._read(self._numbers[name])
+
+    def whole(self) -> dict[str, Any]:
+        """Return the tree with all its tensors. Raises OSError, BadState."""
+        return check(unflatten(self._skeleton, [self._read(number) for number in range(len(self._kinds))]))
+
+    def _read(self, number: int) -> torch.Tensor:
+        tensor = read_tensor(self._path, self._locations[number])
+        if self._kinds[number] != (tensor.dtype, tuple(tensor.shape)):
+            raise BadState(_DIFFERENT)
+        return tensor
+
+
 def load(directory: str | Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
     """Load one shard's tree; return it and the bytes that were read. Raises OSError, BadState."""
+    with opened(directory, task, iteration, shard) as stored:
+        return stored.whole(), stored.size_bytes
+
+
+@contextmanager
+def opened(directory: str | Path, task: str, iteration: int, shard: int) -> Iterator[OpenShard]:
+    """Enter with one shard, whose files have the digests that the manifest names. Raises OSError, BadState."""
     place = place_of(directory)
     manifest = _manifest(place, task, iteration)
     if shard >= len(manifest.shards):
@@ -251,12 +289,7 @@ def load(directory: str | Path, task: str, iteration: int, shard: int) -> tuple[
         for file in record.files:
             if _digest(path / file.name) != file.blake2b:
                 raise BadState(f"{file.name} does not have the digest that the manifest names")
-        skeleton = bytes(_read(path, record.skeleton).tolist())
-        expected = shapes(skeleton)
-        tensors = [_read(path, location) for location in record.tensors]
-    if expected != [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]:
-        raise BadState("the tensors differ from those that the skeleton names")
-    return check(unflatten(skeleton, tensors)), sum(file.size_bytes for file in record.files)
+        yield OpenShard(path, record)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -324,19 +357,6 @@ def _damage(place: StatePlace, folder: str, manifest: CheckpointManifest) -> str
     return ""
 
 
-def _read(path: Path, location: TensorLocation) -> torch.Tensor:
-    with (path / location.file).open("rb") as file:
-        file.seek(location.offset)
-        data = file.read(location.length)
-    try:
-        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load names no types
-        raise BadState(f"{location.file}, byte {location.offset}: not a tensor: {error}") from None
-    if not isinstance(tensor, torch.Tensor):
-        raise BadState(f"{location.file}, byte {location.offset}: no tensor")
-    return tensor
-
-
 def _digest(path: Path) -> str:
     digest = blake2b(digest_size=32)
     with path.open("rb") as file:
@@ -348,42 +368,21 @@ def _digest(path: Path) -> str:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def _write_shard(place: StatePlace, draft: str, shard: int, tree: object) -> ShardRecord:
+def _write_shard(place: StatePlace, draft: str, shard: int, tree: object, content: Reader | None) -> ShardRecord:
     skeleton, tensors = flatten(tree)
     keys = [name for name, _ in named_tensors(tree)]
     if len(set(keys)) != len(keys) or _SKELETON in keys:
         raise BadState("two tensors of the state have the same path")
-    entries = {key: tensor.cpu() for key, tensor in zip(keys, tensors, strict=True)}
+    pairs = zip(keys, tensors, strict=True)
+    entries = {key: tensor if tensor.is_meta and content is not None else tensor.cpu() for key, tensor in pairs}
     entries[_SKELETON] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
     name = f"shard-{shard}"
     with place.workspace(f"{draft}/{name}") as directory:
-        locations = _write_distributed_format(directory, name, entries)
+        locations = write_distributed_format(directory, name, entries, content)
         files = tuple(
             File(f"{name}/{path.name}", path.stat().st_size, _digest(path)) for path in sorted(directory.iterdir())
         )
     return ShardRecord(files, locations[_SKELETON], tuple(locations[key] for key in keys))
-
-
-def _write_distributed_format(
-    directory: Path, name: str, entries: Mapping[str, torch.Tensor]
-) -> dict[str, TensorLocation]:
-    """Write what `torch.distributed.checkpoint.save` does for a single process; return where each entry was put."""
-    writer, planner = FileSystemWriter(directory), DefaultSavePlanner()
-    writer.reset()
-    writer.set_up_storage_writer(True)
-    planner.set_up_planner(dict(entries), writer.storage_meta(), True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
-    return {
-        result.index.fqn: TensorLocation(
-            f"{name}/{result.storage_data.relative_path}",
-            result.storage_data.offset,
-            result.storage_data.length,
-        )
-        for result in results
-    }
 
 
 def _record(place: StatePlace, draft: str, shard: int) -> ShardRecord | None:

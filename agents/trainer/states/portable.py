@@ -15,9 +15,7 @@ Rules
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,8 +24,9 @@ import torch
 
 from unicrond.agents.trainer.states import checkpoint
 from unicrond.agents.trainer.states.checkpoint import WriteJob
+from unicrond.agents.trainer.states.origins import origin_of
 from unicrond.agents.trainer.states.places import name_of, place_of
-from unicrond.agents.trainer.states.resharding import WHOLE, Piece, StateLayout, layout_in, reshard
+from unicrond.agents.trainer.states.resharding import SETTINGS, WHOLE, Piece, StateLayout, layout_in, reshard
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.events.vocabulary.shape import Shape
 
@@ -115,7 +114,15 @@ def export_to(source: str, directory: str) -> str:
     shards = [
         checkpoint.load(place, manifest.task, manifest.iteration, shard)[0] for shard in range(len(manifest.shards))
     ]
-    return _write(directory, manifest.task, manifest.iteration, whole(shards))
+    return _write(directory, manifest.task, manifest.iteration, {**whole(shards), SETTINGS: settings_of(source)})
+
+
+def settings_of(source: str) -> dict[str, str]:
+    """Return the settings with which the state at this path was made; none where that is not known. Raises OSError,
+    BadState."""
+    place, iteration = checkpoint.split(source)
+    origin = origin_of(place_of(place), iteration)
+    return {} if origin is None else origin.settings
 
 
 def import_to(source: str, directory: str, task: str) -> str:
@@ -127,34 +134,21 @@ def import_to(source: str, directory: str, task: str) -> str:
     return _write(directory, task, manifest.iteration, tree)
 
 
-def _write(directory: str, task: str, iteration: int, tree: dict[str, Any]) -> str:
+def require_new(directory: str, iteration: int) -> str:
+    """Return the path of the checkpoint after this iteration, which is not there yet. Raises OSError, BadState."""
     place = place_of(directory)
     final = place.path_of(name_of(iteration))
     if iteration in place.iterations():
         raise BadState(f"{final} is there already; give another directory, or remove it")
-    checkpoint.write(WriteJob(directory, task, iteration, 0, 0, Shape(), "portable", _KEEP_ALL), tree)
     return final
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command as `unicronctl checkpoint` calls it, which has checked the words; return the exit code."""
-    parser = argparse.ArgumentParser(prog="unicronctl checkpoint")
-    parser.add_argument("what", choices=["export", "import"])
-    parser.add_argument("source")
-    parser.add_argument("directory")
-    parser.add_argument("--task", default="")
-    arguments = parser.parse_args(words)
-    try:
-        if arguments.what == "export":
-            path = export_to(arguments.source, arguments.directory)
-        else:
-            path = import_to(arguments.source, arguments.directory, arguments.task)
-    except (OSError, BadState) as error:
-        print(f"unicronctl: {arguments.source}: {error}", file=sys.stderr)
-        return 1
-    print(path)
-    return 0
+def _write(directory: str, task: str, iteration: int, tree: dict[str, Any]) -> str:
+    final = require_new(directory, iteration)
+    checkpoint.write(job_of(directory, task, iteration), tree)
+    return final
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def job_of(directory: str, task: str, iteration: int) -> WriteJob:
+    """Return the job of writing a portable state."""
+    return WriteJob(directory, task, iteration, 0, 0, Shape(), "portable", _KEEP_ALL)

@@ -29,6 +29,10 @@ from unicrond.agents.trainer.states.state import BadState, StateRefused
 
 #: In a state whose tensors are whole and have their global names (`portable.py`).
 WHOLE = "whole"
+#: In such a state: the settings of the task that it was made with (`training_settings.py`).
+SETTINGS = "settings"
+#: In an optimizer's state that is as when training begins: no moments, masters as the parameters are.
+BEGINS = "begins"
 
 #: Of a group of parameters: what is this worker's own, and what tells groups apart in every layout (Megatron-core's
 #: optimizer.py, `param_group_identifier_keys`).
@@ -98,7 +102,7 @@ def reshard(target: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[st
     for shard in shards:
         source_layout = layout_in(shard)
         if first is None:
-            common = {name: part for name, part in shard.items() if name not in ("tensors", "layout", WHOLE)}
+            common = {name: part for name, part in shard.items() if name not in ("tensors", "layout", WHOLE, SETTINGS)}
             first = _copied({**common, "optimizer": _without(shard["optimizer"], frozenset(source_layout.optimizer))})
         elif shard["iteration"] != first["iteration"]:
             raise BadState(f"its shards are of iterations {first['iteration']} and {shard['iteration']}")
@@ -110,6 +114,9 @@ def reshard(target: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[st
     if first is None:
         raise BadState("it has no shards")
     tensors = {name: assembly.tensor("", name) for name in layout.tensors}
+    if not first["optimizer"]:  # the model alone (`portable.py`)
+        first |= {"optimizer": {**target["optimizer"], BEGINS: True}, "scheduler": target["scheduler"]}
+        return {**first, "layout": target["layout"], "tensors": {**target["tensors"], **tensors}, "generators": None}
     return {
         **first,
         "layout": target["layout"],
@@ -203,7 +210,7 @@ def _intersection(first: Box, second: Box) -> Box | None:
 
 def _values(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield what stands at the path, by role: the path without its numbers, and the entry's name where it is a dict."""
-    state = _at(optimizer, path)
+    state = value_at(optimizer, path)
     family = ".".join(part for part in path.split(".") if not part.isdecimal())
     if isinstance(state, dict):
         yield from ((f"{family}:{key}", value) for key, value in state.items())
@@ -211,7 +218,8 @@ def _values(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield family, state
 
 
-def _at(tree: Any, path: str) -> Any:
+def value_at(tree: Any, path: str) -> Any:
+    """Return what stands at the path; None where there is nothing."""
     for part in path.split("."):
         if isinstance(tree, dict):
             tree = tree.get(part, tree.get(int(part)) if part.isdecimal() else None)
@@ -229,7 +237,7 @@ def _optimizer(target: Any, source: Any, layout: StateLayout, assembly: _Assembl
     for path, name in layout.optimizer.items():
         parent, _, last = path.rpartition(".")
         family = ".".join(part for part in path.split(".") if not part.isdecimal())
-        place = _at(merged, parent) if parent else merged
+        place = value_at(merged, parent) if parent else merged
         whole = assembly.value(family, name)
         state = {
             role.partition(":")[2]: value
