@@ -71,7 +71,7 @@ lint: $(STAMP)
 
 # What starts clusters and measures time runs alone; all else, workers without a cluster and the simulation in its
 # virtual time too, by two processes at once.
-RIGS := $(addprefix tests/integration/test_,$(addsuffix .py,finishing kill_matrix loop_mistakes plain_megatron recipes regroup reshape sharded_optimizer state_sources))
+RIGS := $(addprefix tests/integration/test_,$(addsuffix .py,converted finishing kill_matrix loop_mistakes plain_megatron recipes regroup reshape sharded_optimizer state_sources))
 ALONE := $(filter-out $(RIGS),$(wildcard tests/integration/test_*.py))
 test: lint
 	$(BIN)/pytest -n 2 --dist loadscope $(ALONE:%=--ignore=%)
