@@ -55,7 +55,7 @@ def held_up(transition: Transition, late: WorkerHeldUp) -> None:
         drop(transition, late.worker, LATE, late.frames)
 
 
-def due(transition: Transition, key: str) -> tuple[WorkerId, FromWorker | None]:
+def due_message(transition: Transition, key: str) -> tuple[WorkerId, FromWorker | None]:
     """Return the worker whose timer "budget" has fired, and what goes on now; set the timer of the next one."""
     worker, _, kind = key.partition("/")
     budget, message = budgets.release(budget_of(transition, worker), kind)

@@ -54,8 +54,8 @@ def order(transition: Transition, stage: Stage) -> None:
             stopping.stop(transition, record, f"it has no state, and the node leaves: {transition.state.leave_reason}")
         elif newest is not None and transition.is_connected(worker) and _is_due(record, newest, stage):
             generation = newest.generation + 1 + (stage != "boundary")
-            none = replace(newest, generation=generation, members=(), joiners=(), peers=(), warrant="", stop="")
-            transition.actions.append(TellWorker(worker=worker, message=replace(none, urgent=stage != "boundary")))
+            dismissal = replace(newest, generation=generation, members=(), joiners=(), peers=(), warrant="", stop="")
+            transition.actions.append(TellWorker(worker=worker, message=replace(dismissal, urgent=stage != "boundary")))
 
 
 def _is_due(record: WorkerRecord, newest: GroupMembership, stage: Stage) -> bool:

@@ -99,7 +99,7 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker, n
 
 def take_due(transition: Transition, key: str) -> None:
     """Take what has waited until the bucket of its kind allows it (timer "budget")."""
-    worker, message = floods.due(transition, key)
+    worker, message = floods.due_message(transition, key)
     if message is not None and worker in transition.memory.workers:
         take(transition, worker, message)
 

@@ -162,14 +162,14 @@ def judge(
     if isinstance(message, ANSWER_KINDS) and budget.answered.get(kind, 0) < message.generation <= sent_generation:
         paid_us = budget.paid_us.get(_ANSWERS, 0)
         if not ANSWERS.pause_us(paid_us, now_us) and not is_waiting(budget, kind):
-            paid = {**budget.paid_us, _ANSWERS: ANSWERS.paid_us(paid_us, now_us)}
-            return replace(budget, paid_us=paid, answered={**budget.answered, kind: message.generation}), "pass"
+            payments_us = {**budget.paid_us, _ANSWERS: ANSWERS.paid_us(paid_us, now_us)}
+            return replace(budget, paid_us=payments_us, answered={**budget.answered, kind: message.generation}), "pass"
     is_error = isinstance(message, ErrorReported)
     if is_error and message == budget.error and now_us - budget.error_us < REPEAT_US:
         return count_dropped(budget, kind), "drop"
     if key in budget.waiting:
-        others = {k: m for k, m in budget.waiting.items() if k != key}
-        return count_dropped(replace(budget, waiting={**others, key: message}), kind), "replace"
+        rest = {k: m for k, m in budget.waiting.items() if k != key}
+        return count_dropped(replace(budget, waiting={**rest, key: message}), kind), "replace"
     bucket, paid_us = BUDGETS[kind], budget.paid_us.get(kind, 0)
     if not bucket.pause_us(paid_us, now_us) and not is_waiting(budget, kind):
         budget = replace(budget, paid_us={**budget.paid_us, kind: bucket.paid_us(paid_us, now_us)})

@@ -35,7 +35,7 @@ from unicrond.agents.trainer.process import context
 #: What is overridden of Trainer's loop, beside what it documents.
 _SEAMS = ("_prepare_for_training", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state", "_save_checkpoint")
 #: What a subclass cannot have in its own way: an iteration would be its own.
-_OWN = ("training_step", "get_batch_samples")
+_METHODS = ("training_step", "get_batch_samples")
 #: Fields of TrainerState that are each process's own.
 _LOCAL_FIELDS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 if missing := [name for name in _SEAMS if not hasattr(transformers.Trainer, name)]:
@@ -309,7 +309,7 @@ def _refusals(trainer: HuggingFaceTrainer, resume_from_checkpoint: Any, trial: A
         )
     if trial is not None or trainer.hp_search_backend is not None:
         yield "hyperparameter_search: a task trains once; submit a task for each trial"
-    for name in _OWN:
+    for name in _METHODS:
         if getattr(type(trainer), name) is not getattr(HuggingFaceTrainer, name):
             yield f"{type(trainer).__name__}.{name}: an iteration is the hook's; override compute_loss instead"
 

@@ -79,7 +79,7 @@ class _LoopProgress:
 
     def note(self) -> None:
         """Note where they stand now."""
-        self._state: dict[str, Any] = _kept(
+        self._state: dict[str, Any] = _plain_copy(
             {
                 "fit_loop": self._trainer.fit_loop.state_dict(),
                 "callbacks": call._call_callbacks_state_dict(self._trainer),
@@ -104,20 +104,20 @@ class _LoopProgress:
         self._trainer._logger_connector._callback_metrics.update(metrics)
 
 
-def _kept(value: Any) -> Any:
+def _plain_copy(value: Any) -> Any:
     """Return a copy with numbers in the place of scalar tensors: those of a training state are finite, and a metric
     need not be, nor is the best score before the first. Named tuples become plain ones, as in any state."""
     if isinstance(value, dict):
-        return {key: _kept(inner) for key, inner in value.items()}
+        return {key: _plain_copy(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(map(_kept, value))
+        return (list if isinstance(value, list) else tuple)(map(_plain_copy, value))
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point():
         return {_SCALAR: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
     return copy.deepcopy(value)
 
 
 def _given_back(value: Any) -> Any:
-    """Return the inverse of `_kept`, on the CPU."""
+    """Return the inverse of `_plain_copy`, on the CPU."""
     if isinstance(value, dict):
         if _SCALAR in value:
             return torch.tensor(value[_SCALAR], dtype=getattr(torch, value["dtype"]))

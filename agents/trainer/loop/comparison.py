@@ -46,7 +46,7 @@ class ReplicaComparison:
     detection: Detection
     _diverges: bool = False
     #: In which generation each sign was sent last.
-    _sent: dict[DivergenceSign, int] = field(default_factory=dict)
+    _sent_generations: dict[DivergenceSign, int] = field(default_factory=dict)
     _environment_reports: int = 0
 
     @property
@@ -139,13 +139,13 @@ class ReplicaComparison:
     def _send(self, sign: DivergenceSign, iteration: int, detail: str = "") -> None:
         """Say by what sign replicas differ, once in each group."""
         generation, context = self.rendezvous.generation, self.context
-        if self._sent.get(sign) == generation:
+        if self._sent_generations.get(sign) == generation:
             return
         if sign == "environment":
             if self._environment_reports == ENVIRONMENT_REPORTS_MAX:
                 return
             self._environment_reports += 1
-        self._sent[sign] = generation
+        self._sent_generations[sign] = generation
         print(f"{context.launch.worker}: {divergence_text(iteration, sign)}{detail}", flush=True)
         context.channel.send(
             DivergenceObserved(**context.launch.reporter, generation=generation, iteration=iteration, sign=sign)

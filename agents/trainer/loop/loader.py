@@ -140,7 +140,7 @@ class DataLoaderOrder:
             sampler = getattr(batch_sampler, "sampler", None)
             previous, seed = randomness.snapshot(), work_seed(self.seed, epoch, 0, purpose="order")
             parts = (self._loader, batch_sampler, sampler)
-            generators = [each for part in parts if (each := getattr(part, "generator", None)) is not None]
+            generators = [generator for part in parts if (generator := getattr(part, "generator", None)) is not None]
             states = [generator.get_state() for generator in generators]  # the program may draw from them elsewhere
             randomness.seed_all(seed)
             for generator in generators:
@@ -172,12 +172,12 @@ class _Forecast:
         self._iterations = iterations
         self._iteration = 0
         self._places: deque[_WorkPlace] = deque()
-        self._taken: set[_WorkPlace] = set()
+        self._used_places: set[_WorkPlace] = set()
 
     def begin(self, iteration: int, course: list[int]) -> None:
         """Begin with these micro-batches of an iteration, but those that were taken before."""
         self.course, self._iteration = course, iteration
-        self._taken = {place for place in self._taken if place.iteration >= iteration}
+        self._used_places = {place for place in self._used_places if place.iteration >= iteration}
         self._places = deque(self._places_of(iteration))
 
     def holds(self, place: _WorkPlace) -> bool:
@@ -186,7 +186,7 @@ class _Forecast:
 
     def _places_of(self, iteration: int) -> list[_WorkPlace]:
         places = [_WorkPlace(iteration, micro_batch) for micro_batch in self.course]
-        return [place for place in places if place not in self._taken and self._sampling.samples(*place)]
+        return [place for place in places if place not in self._used_places and self._sampling.samples(*place)]
 
     def __iter__(self) -> Iterator[list[_Order]]:
         while True:
@@ -198,7 +198,7 @@ class _Forecast:
                 self._places.extend(self._places_of(self._iteration))
             place = self._places.popleft()
             self.under_way.append(place)
-            self._taken.add(place)
+            self._used_places.add(place)
             yield [_order(self._sampling, place)]
 
 

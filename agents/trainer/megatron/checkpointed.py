@@ -65,7 +65,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
             for kind in (0, 1)
         )
         self._ddp_config = chunks[0].ddp_config
-        self._read: list[Any] = []
+        self._parts: list[Any] = []
 
     @property
     def has_spread_experts(self) -> bool:
@@ -80,7 +80,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
             rows = self._empty()
         assert rows is not None
         parts = self._of_one_rank(rows)
-        self._read = parts if is_loading else []
+        self._parts = parts if is_loading else []
         whole = parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
         tree = whole.sharded_state_dict(model_sharded_state_dict, is_loading, **options)
         _note_copy(tree if len(parts) == 1 else tree[0], parallel_state.get_data_parallel_rank(True))
@@ -110,7 +110,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
             super().load_state_dict(state_dict)
             return
         rows, loaded_groups = self._empty(), []
-        parts, self._read = self._read, []
+        parts, self._parts = self._parts, []
         for part, state in zip(parts, states, strict=True):
             part._set_main_param_and_optimizer_states = partial(self._copy_parameter, rows)
             part.load_state_dict(state)

@@ -145,8 +145,8 @@ class Evaluation:
         if not self._decides:
             return 0
         end_s = time.monotonic() + _TURN_S
-        others = [(self._rank + place) % self._size for place in range(1, self._size)]
-        for rank in others:
+        ranks = [(self._rank + place) % self._size for place in range(1, self._size)]
+        for rank in ranks:
             while missing := self._missing(rank):
                 if time.monotonic() > end_s:
                     return self.calls * self._size + 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Of /proc/PID/stat, counted from behind the process's name: where its arguments begin; they end at the next.
 _ARG_START = 45
-_OURS = "unicrond: "
+_PREFIX = "unicrond: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +161,4 @@ def show_as(name: str) -> None:
         start, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
         if 0 < start < end:
             ctypes.memmove(start, name.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
-        Path("/proc/self/comm").write_text(name.removeprefix(_OURS), "utf-8")
+        Path("/proc/self/comm").write_text(name.removeprefix(_PREFIX), "utf-8")

@@ -35,7 +35,7 @@ _FRAMES_MAX = 40
 _OTHER_FRAMES_MAX = 8
 _OTHERS_MAX = 6
 #: Threads of this package that wait by design.
-_OWN = frozenset({"agent-channel", "flight"})
+_AGENT_THREADS = frozenset({"agent-channel", "flight"})
 
 
 class _RecordedCollective(msgspec.Struct):
@@ -107,7 +107,7 @@ def read_stacks(frames: Mapping[int, FrameType] | None = None) -> str:
     of now."""
     frames = sys._current_frames() if frames is None else frames
     main = threading.main_thread()
-    threads = [thread for thread in threading.enumerate() if thread is not main and thread.name not in _OWN]
+    threads = [thread for thread in threading.enumerate() if thread is not main and thread.name not in _AGENT_THREADS]
     rest = [line for thread in threads[:_OTHERS_MAX] for line in _stack(thread, frames, _OTHER_FRAMES_MAX)]
     if len(threads) > _OTHERS_MAX:
         rest.append(f"and {len(threads) - _OTHERS_MAX} other threads")

@@ -165,10 +165,10 @@ def envelopes_of(state: ClusterState, events: Sequence[v.AnyEvent]) -> list[Enve
 
 
 def _excess(
-    what: str, cost: EntryCost, limits: tuple[LinearBound, LinearBound], cluster: ClusterSize, size_bytes: int
+    label: str, cost: EntryCost, limits: tuple[LinearBound, LinearBound], cluster: ClusterSize, size_bytes: int
 ) -> str:
     for value, limit, unit in zip(cost, limits, ("lines", "bytes of memory"), strict=True):
         most = limit.most(cluster, size_bytes)
         if value > most:
-            return f"{what} ({size_bytes} bytes) takes {value} {unit} in a cluster of {cluster.units} (at most {most})"
+            return f"{label} ({size_bytes} bytes) takes {value} {unit} in a cluster of {cluster.units} (at most {most})"
     return ""

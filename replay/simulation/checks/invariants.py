@@ -254,12 +254,12 @@ def plan_within_healthy_nodes(basis: ClusterState, plan: v.PlanAdopted, policy: 
     """Check a plan. `basis`: the state that it was decided in. On nodes of an outage that is held it may leave what the
     plan before it had there."""
     assignments = [expand(assignment) for assignment in plan.assignments]
-    awaited = absence(basis, policy).absentees
+    absentees = absence(basis, policy).absentees
     seats = Counter(node for assignment in assignments for nodes in assignment.replicas for node in nodes)
     for name, count in seats.items():
         node = basis.nodes.get(name)
         healthy = node is not None and node.status is NodeStatus.UP and not node.isolation.active
-        if name in awaited:
+        if name in absentees:
             old = _seats_on(name, basis.plan.assignments.values())
             if _seats_on(name, assignments) - old:
                 return f"plan {plan.epoch} puts new workers on {name}, which is away"

@@ -147,11 +147,11 @@ def brakes_hold(before: ClusterState, basis: ClusterState, node: str, times_us: 
     recent = [time_us for time_us in times_us if time_us > basis.now_us - _HOUR_US]
     if len(recent) > limits.isolations_per_hour:
         return f"{node} is isolated, the {len(recent)}th within an hour (at most {limits.isolations_per_hour})"
-    awaited = {name for outage in basis.outages.values() if not outage.is_over for name in outage.away}
+    absentees = {name for outage in basis.outages.values() if not outage.is_over for name in outage.away}
     present = [
         peer
         for peer in basis.nodes.values()
-        if peer.status is not NodeStatus.LEFT and peer.name not in {node, *awaited}
+        if peer.status is not NodeStatus.LEFT and peer.name not in {node, *absentees}
     ]
     isolations = {peer.name for peer in before.nodes.values() if peer.isolation.active}
     isolated_peers = [peer.name for peer in present if peer.name in isolations and not peer.cordon.active]
