@@ -247,7 +247,7 @@ def test_torn_and_missing_files_are_named(model_directory: Path, tmp_path: Path)
         ((*LLAMA.args, "--num-experts", "8"), "its model was trained with --num-experts, and is neither"),
         ((*LLAMA.args, "--rotary-percent", "0.5"), "--rotary-percent 0.5; a Llama has 1.0"),
         (("pretrain_gpt.py", "--num-attention-heads", "6", "--swiglu", "--disable-bias-linear"), "is neither a Llama"),
-        (tuple("7" if arg == "6" else arg for arg in LLAMA.args), "which 7 heads cannot be cut of; give --config"),
+        (tuple("7" if arg == "6" else arg for arg in LLAMA.args), "which 7 heads cannot be cut of; give --hf-config"),
     ],
 )
 def test_task_that_is_neither_gpt_nor_llama_is_refused(
@@ -266,7 +266,7 @@ def test_config_says_what_the_state_does_not(model_directory: Path, tmp_path: Pa
     model = varied(llama())
     source = saved(tmp_path / "big", spec, state_of(LLAMA, model))
     config = changed(model_directory, tmp_path / "given", eos_token_id=7) / "config.json"
-    assert run(source, tmp_path / "hf", "--to=hf", f"--config={config}") == 0
+    assert run(source, tmp_path / "hf", "--to=hf", f"--hf-config={config}") == 0
     assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads(config.read_text())
     assert (ours(model)[..., :90] - theirs(tmp_path / "hf")).abs().max() < 1e-5
 

@@ -320,7 +320,7 @@ def init_megatron(options: argparse.Namespace) -> None:
 def checkpoint(options: argparse.Namespace) -> int:
     """Export a checkpoint without its layout, import or convert one. (torch is loaded in a process of its own.)"""
     extras.require("unicronctl checkpoint", "node")
-    names = ("task", "to", "config", "vocab_size", "pad_vocab", "model_only", "json")
+    names = ("task", "to", "hf_config", "vocab_size", "pad_vocab", "model_only", "json")
     values = ((name.replace("_", "-"), getattr(options, name)) for name in names)
     words = [options.what, options.source, options.directory, *(f"--{flag}={value}" for flag, value in values if value)]
     process = subprocess.Popen([sys.executable, "-P", "-m", "unicrond.agents.trainer.converters.convert", *words])

@@ -94,7 +94,9 @@ def _add_settings(commands: Commands) -> None:
         option("directory", "DIR", "where to write it; for import the task's checkpoint.dir"),
         shared("--task", "import, convert: the one that is to begin from it"),
         option("--to", "FORMAT", "convert: hf (Hugging Face), torch-dist (Megatron) or portable", choices=FORMATS),
-        option("--config", "FILE", "convert to hf: a config.json, for what the state does not say", type=existing_file),
+        option(
+            "--hf-config", "FILE", "convert to hf: a config.json, for what the state does not say", type=existing_file
+        ),
         option("--vocab-size", "N", "convert to hf: cut the vocabulary to N words", type=whole(1)),
         option("--pad-vocab", "N", "convert from hf: pad the vocabulary to a multiple of N", type=whole(1)),
         switch("--model-only", "convert: leave the optimizer's state out"),

@@ -16,7 +16,7 @@ import msgspec
 from unicrond.agents.trainer.states.state import BadState
 from unicrond.events.vocabulary.tasks import ModelSpec
 
-_GIVE = "give --config with a config.json of such a model"
+_GIVE = "give --hf-config with a config.json of such a model"
 #: Flags of Megatron-LM that make another model, and that no tensor tells of.
 _REFUSED = (
     "--num-experts", "--multi-latent-attention", "--qk-layernorm", "--apply-layernorm-1p",

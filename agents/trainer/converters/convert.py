@@ -39,13 +39,13 @@ from unicrond.events.vocabulary.tasks import is_url
 #: What each flag is for: a command, or a format.
 _MEANT_FOR = {
     "--to": ("convert",), "--model-only": ("torch-dist", "portable"), "--task": ("import", "portable"),
-    "--config": ("hf",), "--vocab-size": ("hf",), "--pad-vocab": ("torch-dist", "portable"),
+    "--hf-config": ("hf",), "--vocab-size": ("hf",), "--pad-vocab": ("torch-dist", "portable"),
 }  # fmt: skip
 
 
 def convert(options: argparse.Namespace) -> dict[str, Any]:
     """Write the source into the destination; return what was written. Raises OSError, BadState."""
-    config = _config(Path(options.config)) if options.config else None
+    config = _config(Path(options.hf_config)) if options.hf_config else None
     if is_url(options.destination) and options.to != "portable":
         raise BadState(f"{options.destination}: only portable checkpoints are written into an object store")
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadState(f"--config {path}: {error}") from None
+        raise BadState(f"--hf-config {path}: {error}") from None
 
 
 # --- sources -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser,
         option("what", None, None, choices=("export", "import", "convert")),
         *(option(name, None, None) for name in ("source", "destination")),
-        *(option(flag, None, None, default="") for flag in ("--task", "--to", "--config", "--model-only", "--json")),
+        *(option(flag, None, None, default="") for flag in ("--task", "--to", "--hf-config", "--model-only", "--json")),
         *(option(flag, None, None, default=0, type=int) for flag in ("--vocab-size", "--pad-vocab")),
     )
     options = parser.parse_args(words)

@@ -115,7 +115,7 @@ class Sizes:
         if remainder or groups < 1 or shape.heads % groups:
             raise BadState(
                 f"model: {names[1]} has {qkv} rows and {names[2]} {of_heads} columns, which {shape.heads} heads cannot"
-                " be cut of; give --config with the model's own heads"
+                " be cut of; give --hf-config with the model's own heads"
             )
         return Sizes(layers, width, feed_forward, shape.heads, groups, head, rows)
 
