@@ -53,14 +53,16 @@ async def decides_again(dev: DevCluster) -> None:
 
 
 def told_again(client: Client, task: str = "big") -> int:
-    """How many iterations were reported twice. None is missing, each has all its samples."""
+    """How many iterations were reported twice. Each has all its samples; none is missing but the last ones of a lead
+    whose node died: its agent had not told them."""
     steps = [step for step in told(client, "StepCommitted") if step["task"] == task]
-    reached, twice = 0, 0
+    reached, twice, node = 0, 0, ""
     for step in steps:
-        assert step["first"] <= reached + 1, (reached, step)
+        is_gap = step["first"] > reached + 1
+        assert not is_gap or step["node"] != node, (reached, step)
         assert step["samples"] == 8 * (step["last"] - step["first"] + 1)
-        twice += reached + 1 - step["first"]
-        reached = step["last"]
+        twice += 0 if is_gap else reached + 1 - step["first"]
+        reached, node = step["last"], step["node"]
     return twice
 
 
@@ -112,8 +114,9 @@ async def test_pipeline_that_loses_stage_continues_without_stages(tmp_path: Path
         await dev.bring_back(node)
         await until(dev, "both nodes train", lambda task: len(task.workers) == 2 and task.confirmed)
         client = Client(dev.url)
-        taken = [event for event in told(client, "StateLoaded") if event["resharded_from"]]
-        assert taken and taken[0]["resharded_from"] == "tp 1, pp 2" and taken[0]["source"] in ("memory", "peer")
+        # Where the nodes join one by one, it begins with one stage.
+        taken = [event for event in told(client, "StateLoaded") if event["resharded_from"] == "tp 1, pp 2"]
+        assert taken and taken[0]["source"] in ("memory", "peer")
         state, _ = await dev.state()
         lost = sum(one.iterations_lost for one in state.closed_incidents)
         assert told_again(client) == lost <= 5, "a capture is kept every five iterations"
