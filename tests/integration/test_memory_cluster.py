@@ -38,10 +38,8 @@ async def until(cluster: DevCluster, what: str, holds: Callable[[ClusterState], 
 
 
 async def events(cluster: DevCluster, kind: str) -> list[dict[str, Any]]:
-    async with aiohttp.ClientSession() as session, session.get(cluster.url + "/v1/events") as response:
-        lines = (await response.text()).splitlines()
-    found = [json.loads(line[6:]).get("envelope", {}).get("event", {}) for line in lines if line.startswith("data: ")]
-    return [event for event in found if event.get("type") == kind]
+    records = await asyncio.to_thread(lambda: list(cluster.client.events(0)))
+    return [record.envelope["event"] for record in records if record.type == kind]
 
 
 def copied(state: ClusterState, above: int = 0) -> bool:
