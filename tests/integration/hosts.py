@@ -167,7 +167,7 @@ async def network(how: str, orders: Path) -> AsyncIterator[Network]:
 class Hosts:
     """The head, and one agent on each node."""
 
-    def __init__(self, directory: Path, net: Network) -> None:
+    def __init__(self, directory: Path, net: Network, policy: dict[str, float] | None = None) -> None:
         self.directory = directory
         self._api = f"http://127.0.0.1:{net.api_port}"
         self._session: aiohttp.ClientSession
@@ -177,6 +177,7 @@ class Hosts:
             "checkpoint_dir": str(directory / "checkpoints"),
             "heartbeat_s": HEARTBEAT_S,
             "injection": True,
+            "policy": policy or {},
             "nats": {"host": net.head, "port": net.nats_port, "auth": "keys"},
             "tls": "off",  # not what is tried here
             "api": {"port": net.api_port},
