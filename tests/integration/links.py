@@ -28,12 +28,14 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """`bad`: node -> the nodes that it loses. `isolated`: who must be. `late`: agents that stand still then."""
+    """`bad`: node -> the nodes that it loses. `isolated`: who must be, or `other_side` in its place. `late`: agents that
+    stand still then."""
 
     nodes: int
     bad: dict[str, tuple[str, ...]]
     isolated: tuple[str, ...]
     late: tuple[str, ...] = ()
+    other_side: tuple[str, ...] = ()
 
 
 def others(node: str, count: int) -> tuple[str, ...]:
@@ -47,7 +49,10 @@ CASES = {
     "the lead": Case(3, {"n1": others("n1", 3)}, ("n1",)),
     "two of five": Case(5, {"n2": others("n2", 5), "n4": others("n4", 5)}, ("n2", "n4")),
     "a switch": Case(5, {"n1": ("n3", "n4", "n5"), "n2": ("n3", "n4", "n5")}, ("n1", "n2")),
-    "a switch between equal sides": Case(4, {"n1": ("n2", "n3"), "n4": ("n2", "n3")}, ("n2", "n3")),
+    # Where one end's loss is told before the rest is known, its side goes: one of the two must.
+    "a switch between equal sides": Case(
+        4, {"n1": ("n2", "n3"), "n4": ("n2", "n3")}, ("n2", "n3"), other_side=("n1", "n4")
+    ),
 }
 
 
