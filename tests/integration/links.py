@@ -28,8 +28,8 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """`bad`: node -> the nodes that it loses. `isolated`: who must be, or `other_side` in place of these. `late`: agents
-    that stand still then."""
+    """`bad`: node -> the nodes that it loses. `isolated`: who must be, or in their place `other_side`.
+    `late`: agents that stand still then."""
 
     nodes: int
     bad: dict[str, tuple[str, ...]]
