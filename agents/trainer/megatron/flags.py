@@ -31,8 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-#: Where tp or cp are above 1, Megatron asserts that it is 1, up to Hopper.
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _BATCH_SIZES = ("global_batch_size", "micro_batch_size")
 
 
@@ -72,7 +70,7 @@ def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
         args.make_vocab_size_divisible_by = padded_to // spec.tp
     flags_cut = (args.tensor_model_parallel_size, args.context_parallel_size)
     if flags_cut != (spec.tp, spec.cp) and max(spec.tp, spec.cp) > 1:
-        os.environ.setdefault(_CONNECTIONS, "1")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it, up to Hopper
     for name, expected in (
         ("tensor_model_parallel_size", spec.tp),
         ("pipeline_model_parallel_size", spec.pp),
@@ -91,7 +89,7 @@ def drop_without_effect(args: Any) -> Iterator[str]:
     for flag, text in without_effect(values):
         setattr(args, flag.name, flag.harmless[0] if flag.harmless else False)
         if flag.flag == MOE_OVERLAP and max(args.tensor_model_parallel_size, args.context_parallel_size) > 1:
-            os.environ[_CONNECTIONS] = "1"  # more are for this overlap
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # more are for this overlap
         yield text
 
 
