@@ -204,6 +204,13 @@ def test_return_from_an_outage_that_is_over_is_a_cause_in_another() -> None:
     assert not outcome.rule, outcome.story
 
 
+def test_break_behind_a_resumed_incident_is_another_one() -> None:
+    """Until its worker has left, the break of the next group carries the number of the one before."""
+    faults = history(565)
+    outcome = simulate(565, [faults[place] for place in (0, 1, 2, 3, 4, 7, 8, 9)])
+    assert not outcome.rule, outcome.story
+
+
 def test_peers_of_readmitted_node_are_not_clearly_blamed() -> None:
     """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
     faults = [

@@ -53,6 +53,23 @@ def excess(state: ClusterState, event: v.AnyEvent, producer: str) -> tuple[Clust
     return after, story or costs.look_exceeds(state, entry, after, cluster().policy)
 
 
+@pytest.mark.parametrize(("times", "is_excess"), [(1, False), (2, True)], ids=["once", "each time"])
+def test_what_grows_once_for_the_process_is_no_cost_of_an_entry(
+    monkeypatch: pytest.MonkeyPatch, times: int, is_excess: bool
+) -> None:
+    """A cache that doubles, say, after hundreds of other histories."""
+    cache, state, fold = list[bytes](), cluster().state, costs.folding.fold
+
+    def growing(before: ClusterState, entry: RecordedEvent) -> ClusterState:
+        if len(cache) < times:
+            cache.append(bytes(64 << 20))
+        return fold(before, entry)
+
+    monkeypatch.setattr(costs.folding, "fold", growing)
+    entry = entry_of(state, invented(1), "liar")
+    assert bool(costs.fold_exceeds(state, entry)[1]) is is_excess
+
+
 def invented(count: int, slots: int = SLOTS_MAX) -> v.NodeJoined:
     """Return the word of a node that runs so many workers that nobody has started."""
     running = tuple(

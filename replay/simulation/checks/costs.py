@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec.structs import replace
+
 from unicrond.core import fold as folding
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.nodes.gpu_types import node_types
@@ -108,8 +110,13 @@ def measure(run: Callable[[], T]) -> tuple[T, EntryCost]:
 def fold_exceeds(before: ClusterState, entry: RecordedEvent) -> tuple[ClusterState, str]:
     """Fold the entry; return the state, and in which way that cost too much, "" where it did not."""
     after, cost = measure(lambda: folding.fold(before, entry))
-    name, size_bytes = type(entry.envelope.event).__name__, len(encode(entry.envelope))
-    return after, _excess(f"to fold {name}", cost, (FOLD_LINES, FOLD_BYTES), size_of(before), size_bytes)
+    label, size_bytes = f"to fold {type(entry.envelope.event).__name__}", len(encode(entry.envelope))
+    limits, cluster = (FOLD_LINES, FOLD_BYTES), size_of(before)
+    if _excess(label, cost, limits, cluster, size_bytes):
+        # What grows once for the whole process, as a cache does, is no cost of the entry.
+        _, second_cost = measure(lambda: folding.fold(replace(before), entry))
+        cost = EntryCost(cost.lines, min(cost.memory_bytes, second_cost.memory_bytes))
+    return after, _excess(label, cost, limits, cluster, size_bytes)
 
 
 def look_exceeds(before: ClusterState, entry: RecordedEvent, after: ClusterState, policy: Policy) -> str:
