@@ -80,9 +80,9 @@ async def test_second_machine_takes_store_of_dead_one(tmp_path: Path, monkeypatc
                 await two.start()
         assert one.server.is_running() and "is in use by another head" in two.said[0]
         keeper = keeper_of(one.server)
+        begun_s = now_s()
         os.kill(keeper, signal.SIGKILL)  # with it the server dies, and nothing gives the lease back
         assert one.server.pid is not None and has_ended(one.server.pid)
-        begun_s = now_s()
         await two.start()
         assert now_s() - begun_s >= QUICK.stop_after_s, "a cut-off server would have ended by then"
     finally:
