@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import MAX_BATCH, Fenced
-from unicrond.events.wire.envelope import Envelope, RecordedEvent
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.views.verify import Verifier, bases
 from unicrond.service.coordinator import coordinator
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -59,6 +60,30 @@ async def test_coordinator_plans_and_starts_workers() -> None:
         assert started.term == 1
         state = replay(read)
         assert state.plan.assignments["a"].workers == 1
+
+
+async def test_request_is_answered_once_it_is_part_of_the_state() -> None:
+    """Who submits a task and asks for it next finds it, however slowly the log hands it back."""
+
+    class SlowLog(MemoryLog):
+        async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+            async with aclosing(super().read(after_seq, until_seq=until_seq)) as entries:
+                async for entry in entries:
+                    await asyncio.sleep(0.05)
+                    yield entry
+
+    async with running(SlowLog()) as coordinator:
+        for number, name in enumerate("abc", start=1):
+            seq = await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name=name)), number, "api"))
+            assert name in coordinator.state.tasks and coordinator.state.seq >= seq
+
+
+async def test_request_is_answered_though_the_log_hands_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the log: who asked must not be told otherwise, nor wait for ever."""
+    monkeypatch.setattr(coordinator, "_READ_BACK_S", 0.05)
+    idle = Coordinator(MemoryLog(), MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=1))
+    assert await idle.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api")) == 1
+    assert not idle.state.tasks
 
 
 async def test_successor_repeats_adoption_in_its_claim() -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -59,6 +60,8 @@ log = logging.getLogger("unicrond")
 
 #: Up to so many points of curves are computed on the event loop, in some 10 ms; more of them in a thread.
 POINTS_ON_LOOP = 10_000
+#: A request's answer waits so long for the log to hand back what the request wrote.
+_READ_BACK_S = 2.0
 
 
 class Coordinator(Follower):
@@ -263,9 +266,15 @@ class Coordinator(Follower):
             log.log(level, "%d %s", entry.seq, event.sentence())
 
     async def submit(self, envelope: Envelope) -> int:
-        """Append an observation that a person made through the API; return its sequence number."""
+        """Append an observation that a person made through the API; return its sequence number.
+
+        Who asked reads what he wrote: it is part of the state, unless that takes longer than `_READ_BACK_S`. Even then
+        it is in the log, and folded later."""
         (seq,) = await self._requests.append([envelope])
         self._delivered()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READ_BACK_S):
+                await self.until_folded(seq)
         return seq
 
     # --- deciding ------------------------------------------------------------------------------

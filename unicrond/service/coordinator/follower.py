@@ -70,6 +70,18 @@ class Follower:
         self._skip = tuple(skip)
         self._skips: dict[int, str] = {}
         self._cause = ""
+        #: Who waits until an entry is part of the state.
+        self._arrivals: list[tuple[int, asyncio.Event]] = []
+
+    async def until_folded(self, seq: int) -> None:
+        """Wait until the entry with this number, and all before it, are part of the state."""
+        if seq > self.state.seq:
+            arrival = asyncio.Event()
+            self._arrivals.append((seq, arrival))
+            try:
+                await arrival.wait()
+            finally:
+                self._arrivals.remove((seq, arrival))
 
     @property
     def mark(self) -> LogMark | None:
@@ -155,6 +167,9 @@ class Follower:
         entry = apply_skips(entry, self._skips)
         self.state = fold(before, entry)
         self.views.feed(LogStep(before, entry, self.state))
+        for seq, arrival in self._arrivals:
+            if seq <= self.state.seq:
+                arrival.set()
         if isinstance(entry, QuarantinedMessage):
             self._tell_quarantined(entry)
         else:
