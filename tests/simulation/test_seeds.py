@@ -204,8 +204,8 @@ def test_return_from_an_outage_that_is_over_is_a_cause_in_another() -> None:
     assert not outcome.rule, outcome.story
 
 
-def test_break_behind_a_resumed_incident_is_another_one() -> None:
-    """Until its worker has left, the break of the next group carries the number of the one before."""
+def test_break_of_the_group_that_goes_on_costs_one_worker() -> None:
+    """The next group breaks before the faulty worker's time is up: once an innocent one was given up beside it."""
     faults = history(565)
     outcome = simulate(565, [faults[place] for place in (0, 1, 2, 3, 4, 7, 8, 9)])
     assert not outcome.rule, outcome.story

@@ -7,6 +7,8 @@ import pytest
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import members, two_tasks
 from tests.unicrond.test_escalation import said
+from unicrond.core.decide import decide
+from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import Severity
 from unicrond.events import vocabulary as v
 
@@ -113,3 +115,35 @@ def test_fold_ignores_harmless_and_stale_gpu_reports() -> None:
     report(cluster, node, "cuda_error", "gone.1", 8)
     assert (cluster.state.incidents, cluster.state.tasks) == (before.incidents, before.tasks)
     assert not cluster.decide()
+
+
+def test_break_of_the_group_that_goes_on_is_an_echo_of_the_worker_given_up() -> None:
+    """The group that has been reattempted breaks again before its faulty worker's time is up: both times are up at
+    once, one worker is given up, and one incident tells of it."""
+    cluster = two_tasks(1)
+    faulty, innocent, _ = members(cluster, "big")
+    for worker in members(cluster, "big"):
+        cluster.report(worker, "connection_broken")
+    assert cluster.pass_deadlines("symptom")
+    reattempt = decide(Survey(cluster.state, cluster.policy), {})
+    report(cluster, node_of(cluster, faulty), "gpu_fault", faulty)  # while that is on its way to the log
+    for event in reattempt:
+        cluster.append(event, "coordinator", cluster.state.term)
+    cluster.obey_all()
+    cluster.group_up("big")
+    cluster.train("big")
+    (cause,) = cluster.state.incidents.values()
+    assert cause.resumed_us and faulty in members(cluster, "big")
+
+    cluster.report(innocent, "connection_broken", iteration=2)
+    assert len(cluster.state.incidents) == 2
+    assert cluster.pass_deadlines("exit") and cluster.pass_deadlines("symptom")
+    mark = len(cluster.log)
+    cluster.decide()
+    events = [entry.envelope.event for entry in cluster.log[mark:]]
+    assert [event.worker for event in events if isinstance(event, v.IncidentEscalated)] == [faulty]
+    (incident,) = cluster.state.incidents.values()
+    assert (incident.id, incident.resumed_us, incident.symptoms) == (cause.id, 0, cause.symptoms + 1)
+    cluster.run()
+    cluster.assert_whole()
+    assert innocent in cluster.state.tasks["big"].workers

@@ -239,12 +239,12 @@ def _other_books(totals: GoodputTotals, state: ClusterState) -> str:
 
 def symptoms_are_no_incidents(state: ClusterState) -> str:
     """Check that a mere symptom has no incident beside the one that explains it. That the head hears nobody explains
-    nothing: workers train on unheard, and break. Nor does an incident whose task has trained again since."""
+    nothing: workers train on unheard, and break."""
     incidents = [incident for incident in state.incidents.values() if incident.kind != "head_deaf"]
     for incident in incidents:
         for second in incidents:
             shared = [task for task, broken in incident.generations.items() if second.generations.get(task) == broken]
-            if incident is not second and incident.severity is Severity.SEV3 and shared and not second.resumed_us:
+            if incident is not second and incident.severity is Severity.SEV3 and shared:
                 pair = f"{incident.id} ({incident.kind}) and {second.id} ({second.kind})"
                 return f"entry {state.seq}: {pair} of {shared[0]} in generation {incident.generations[shared[0]]}"
     return ""

@@ -24,6 +24,8 @@ faults/blame.py)
   node works. New workers there wait for the next step instead.
 * Nor is it isolated for broken connections while the task makes progress, unless the blame is clear, or one of two
   replicas can be tried on a node that is free of the task.
+* One break has one answer: where a worker is given up for its own fault, nobody is for the broken connections of its
+  group.
 * Where a node is isolated, workers that only reported a broken connection leave it by the plan, with their state,
   once a newer group has replaced the broken one.
 * The last node that a task could run on is not isolated for failures that may as well be the task's fault.
@@ -88,7 +90,10 @@ def respond(batch: DecisionBatch) -> None:
     """Decide the responses that change who may train where: evictions, ends of tasks, isolations."""
     survey = batch.survey
     state, policy = survey.state, survey.policy
-    for incident in state.incidents.values():
+    causes_first = sorted(state.incidents.values(), key=lambda incident: incident.severity is Severity.SEV3)
+    for incident in causes_first:
+        if incident.severity is Severity.SEV3 and _is_echo(batch, incident):
+            continue
         for worker, severity, reason in evictions(state, incident, policy):
             text = f"{reason}: {incident.message}"[:1024]
             batch.add(
@@ -151,6 +156,17 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]
         for suspect, cause in suspects:
             yield Eviction(suspect, Severity.SEV2, f"{again}; {cause}")
+
+
+def _is_echo(batch: DecisionBatch, incident: Incident) -> bool:
+    """Return whether the batch gives up, for another incident, a member of the group that broke in this one: nobody
+    else is given up for that break."""
+    for event in batch.events:
+        if isinstance(event, v.IncidentEscalated):
+            task = batch.state.tasks[event.worker.rpartition(".")[0]]
+            if task.is_member(event.worker) and incident.generations.get(task.name) == task.generation:
+                return True
+    return False
 
 
 def is_refuted(task: Task, incident: Incident) -> bool:

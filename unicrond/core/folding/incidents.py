@@ -7,7 +7,8 @@ Rules
   group.
 * A broken connection is a symptom, and gives way to the cause that explains it. So does any other cause to a worse one
   on another node: the response is then about that node.
-* A lost node is one incident for all its tasks and takes over what it explains.
+* A lost node is one incident for all its tasks and takes over what it explains. So does a cause for which a worker is
+  given up: what the group of that worker reported is its echo, and the incident has not resumed any more.
 * A task falls back where its group goes on at an iteration that had been committed before: whichever way it came to
   that (`fall_back`), the newest incident that broke a group since those commits has lost them, be it closed by now (the
   plan had no workers for the task); NO_INCIDENT has what a person or a plan made it repeat.
@@ -102,7 +103,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
 def shares_generation(state: ClusterState, incident: Incident, fact: Fact) -> bool:
     """Return whether the fact breaks a generation that the incident has broken."""
     return any(
-        name in incident.generations and _same_break(state.tasks[name], incident.generations[name], broken)
+        name in incident.generations and is_same_break(state.tasks[name], incident.generations[name], broken)
         for name, broken in fact.generations.items()
     )
 
@@ -114,7 +115,7 @@ def _merge_links(
     return links | {name: tuple(sorted({*links.get(name, ()), *peers})) for name, peers in new_links.items()}
 
 
-def _same_break(task: Task, first: int, second: int) -> bool:
+def is_same_break(task: Task, first: int, second: int) -> bool:
     """Return whether both generations are of one break: they are equal, or one is to be left at a boundary for the
     other."""
     return first == second or (first in task.in_use and second in task.in_use)
@@ -178,11 +179,8 @@ def lose_workers_of(
     ]
     for incident in explained:
         generations = incident.generations | generations
-        occurred_us = min(occurred_us, incident.occurred_us)
-    state = replace(state, incidents={k: i for k, i in state.incidents.items() if i not in explained})
     if joins is not None:
         opened = _widened(joins, generations, nodes, message)
-        explained = [joins, *explained]
     else:
         fact = Fact(
             kind=kind,
@@ -195,19 +193,24 @@ def lose_workers_of(
         )
         state = open_incident(state, fact)
         opened = state.incidents[f"i{state.seq}"]
-    symptoms = sum(1 + incident.symptoms for incident in explained)
-    detected_us = min([opened.detected_us, *(incident.detected_us for incident in explained)])
-    repeated = sum(incident.micro_batches_repeated for incident in explained)
-    finished = {key: value for incident in explained for key, value in incident.micro_batches_finished.items()}
-    micro_batches_lost = sum(incident.micro_batches_lost for incident in explained)
-    opened = replace(
-        opened,
-        symptoms=symptoms,
-        detected_us=detected_us,
-        micro_batches_repeated=repeated,
-        micro_batches_finished=finished,
+    return take_over(state, opened, explained)
+
+
+def take_over(state: ClusterState, cause: Incident, echoes: list[Incident]) -> ClusterState:
+    """Return the state with the incident `cause`, and without the open ones that it explains: what they have counted is
+    its own, and it began when the first of them did."""
+    cause = replace(
+        cause,
+        symptoms=cause.symptoms + sum(1 + echo.symptoms for echo in echoes),
+        occurred_us=min([cause.occurred_us, *(echo.occurred_us for echo in echoes)]),
+        detected_us=min([cause.detected_us, *(echo.detected_us for echo in echoes)]),
+        micro_batches_repeated=cause.micro_batches_repeated + sum(echo.micro_batches_repeated for echo in echoes),
+        micro_batches_finished=cause.micro_batches_finished
+        | {key: value for echo in echoes for key, value in echo.micro_batches_finished.items()},
+        micro_batches_lost=cause.micro_batches_lost + sum(echo.micro_batches_lost for echo in echoes),
     )
-    return with_incident(state, replace(opened, micro_batches_lost=micro_batches_lost))
+    state = replace(state, incidents={name: i for name, i in state.incidents.items() if i not in echoes})
+    return with_incident(state, cause)
 
 
 def _widened(incident: Incident, generations: dict[str, int], nodes: tuple[str, ...], message: str) -> Incident:
@@ -216,6 +219,7 @@ def _widened(incident: Incident, generations: dict[str, int], nodes: tuple[str, 
         incident,
         IncidentTrigger.FACT_JOINS,
         message=message,
+        symptoms=incident.symptoms + 1,
         nodes=(*incident.nodes, *nodes),
         generations={
             name: max(incident.generations.get(name, 0), generations.get(name, 0))

@@ -9,9 +9,9 @@ from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import holds, incidents
 from unicrond.core.nodes import brakes
-from unicrond.core.state.changes import find_worker, with_incident, with_task, with_worker
+from unicrond.core.state.changes import find_worker, with_task, with_worker
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
-from unicrond.core.state.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
+from unicrond.core.state.state import CLOSED_INCIDENTS_MAX, ClusterState, Incident, Severity, Task, TaskStatus
 from unicrond.core.state.worker_lifecycle import given_up
 from unicrond.core.state.workers import WorkerError
 from unicrond.events import vocabulary as v
@@ -29,6 +29,8 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
     task, worker = state.tasks[pair[0].name], pair[1]
     broken = incidents.broken_generation(task, [worker.worker])
     broke = severity_of(incident.kind, state.severity) is Severity.SEV3
+    breaks_again = task.is_member(worker.worker) and broken > incident.generations.get(task.name, 0)
+    echoes = [] if incidents.is_symptom(incident) else _echoes(state, incident, task, broken)
     unclear = broke and worker.node not in blame.verdict(task, incident).clear
     if broke and incidents.is_symptom(incident):  # the first of several workers that are given up for it
         task = strikes.count_ends(task, blame.evidence(task, incident))
@@ -39,6 +41,7 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         node=worker.node,
         worker=worker.worker,
         generations=incident.generations | {task.name: broken},
+        resumed_us=0 if breaks_again else incident.resumed_us,
     )
     task = with_worker(task, given_up(worker))
     if broke:
@@ -53,8 +56,19 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         if not ordered and program_faults.is_part_of_last(task, worker, verdict):
             incident = replace(incident, is_program_fault=True)
     return holds.without_hold(
-        with_incident(with_task(state, task), incident), v.hold_key("eviction", worker=event.worker)
+        incidents.take_over(with_task(state, task), incident, echoes), v.hold_key("eviction", worker=event.worker)
     )
+
+
+def _echoes(state: ClusterState, cause: Incident, task: Task, generation: int) -> list[Incident]:
+    """Return the other open incidents in which no more is known than that this generation of the task broke."""
+    return [
+        incident
+        for incident in state.incidents.values()
+        if incident is not cause
+        and incidents.is_symptom(incident)
+        and incidents.is_same_break(task, incident.generations.get(task.name, -1), generation)
+    ]
 
 
 def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:

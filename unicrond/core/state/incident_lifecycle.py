@@ -45,7 +45,7 @@ class IncidentTrigger(StrEnum):
     TIME_IS_UP = "its time is up"
     WORKER_GIVEN_UP = "its worker is given up"
     NODE_ISOLATED = "its node is isolated"
-    TAKEN_OVER = "a lost node explains it"
+    TAKEN_OVER = "a lost node, or a worker given up, explains it"
     CLOSES = "it is healed"
 
 
