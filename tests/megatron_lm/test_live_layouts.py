@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_layouts_cluster import BY_TABLE, decides_again, told_again, until
+from tests.integration.test_layouts_cluster import BY_TABLE, decides_again, newest_copy, told_again, until
 from tests.integration.test_reshape_cluster import told, trains
 from tests.megatron_lm.fixtures import MODEL, checkout
 from unicrond.ctl.client import Client
@@ -53,7 +53,9 @@ async def test_lost_stage_moves_to_other_node_and_back(tmp_path: Path) -> None:
         assert [where for where, _ in groupby(from_where)][-2:] == ["tp 1, pp 2, vpp 2", "tp 1, pp 1"]
         state, _ = await dev.state()
         lost = sum(one.iterations_lost for one in state.closed_incidents)
-        assert told_again(client) <= lost <= 10, "a capture is kept every five iterations, the newest may be on its way"
+        put_together = [e for e in told(client, "StateLoaded") if e["resharded_from"] == "tp 1, pp 2, vpp 2"]
+        assert put_together[-1]["iteration"] >= newest_copy(client, node) > 0
+        assert told_again(client) == lost <= 10, "a capture is kept every five iterations, the newest may be on its way"
         await decides_again(dev)
 
 
