@@ -8,7 +8,7 @@ from importlib.util import find_spec
 #: The modules of each extra. The base install has `unicronctl` and what reads logs.
 MODULES: dict[str, tuple[str, ...]] = {
     "head": ("uvloop", "prometheus_client", "cryptography", "numpy", "numba"),
-    "node": ("uvloop", "cryptography", "numpy", "torch", "megatron.core"),
+    "node": ("uvloop", "cryptography", "numpy", "torch", "megatron.core", "safetensors"),
     "all": ("psutil",),
     "plot": ("matplotlib",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),

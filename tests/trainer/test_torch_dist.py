@@ -172,5 +172,5 @@ def test_checkpoint_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
     (folder / ".metadata").unlink()
     with pytest.raises(BadState, match="a save that has not finished"):
         torch_dist.load(folder, model_only=True)
-    with pytest.raises(BadState, match="it is no checkpoint of Megatron's"):
+    with pytest.raises(BadState, match="it is not a checkpoint of Megatron's"):
         torch_dist.load(tmp_path / "big", model_only=True)

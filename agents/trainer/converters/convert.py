@@ -5,7 +5,7 @@
 Rules
 -----
 * What the source is, its files say. A task's own checkpoint is joined first, as `checkpoint export` does.
-* Tensors are read when they are written, one after the other. What is joined first is in memory as a whole.
+* Tensors are read when they are written. What is joined first is in memory as a whole, and a file of safetensors.
 * The destination is empty or new. It is written beside itself, and renamed when it is whole; what an error or Ctrl-C
   leaves is removed. (In an object store the manifest comes last.)
 * One line on stderr says what is wrong, and where.
@@ -83,7 +83,7 @@ def _opened(options: argparse.Namespace, stack: ExitStack) -> tuple[str, ModelSt
     if not is_url(source):
         path = Path(source)
         if not path.is_dir():
-            raise BadState(f"{source} is no directory")
+            raise BadState(f"{source} is not a directory")
         if (path / hugging_face.CONFIG).is_file():
             return "hf", hugging_face.load(path, options.pad_vocab or 1)
         if not (path / "manifest.json").is_file():

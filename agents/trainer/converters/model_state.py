@@ -116,7 +116,7 @@ class Progress:
 
 
 def watch(model: ModelState) -> ModelState:
-    """Return the model, whose reading is told on stderr."""
+    """Return the model; reading its tensors shows the progress on stderr."""
     whole = dict(_all_tensors(model))
     progress = Progress(sum(tensor.nbytes for tensor in whole.values()))
     state_reader = None if model.state_reader is None else progress.watched(model.state_reader)

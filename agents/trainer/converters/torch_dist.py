@@ -212,7 +212,7 @@ class StoredTensors:
         for chunk in entry.chunks:
             info = places[name, _ints(chunk.offsets)]
             if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
-                raise ValueError(f"{info.relative_path!r} is no plain file beside it")
+                raise ValueError(f"{info.relative_path!r} has to be the name of a file in the same directory")
             location = TensorLocation(info.relative_path, int(info.offset), int(info.length))
             self._chunks[name].append((_ints(chunk.offsets), _ints(chunk.sizes), location))
 
@@ -249,9 +249,9 @@ def folder_of(source: Path) -> Path:
     try:
         text = (source / _TRACKER).read_text("ascii").strip()
     except FileNotFoundError:
-        raise BadState(f"has neither {_FORMAT} nor {_TRACKER}; it is no checkpoint of Megatron's") from None
+        raise BadState(f"it is not a checkpoint of Megatron's: neither {_FORMAT} nor {_TRACKER} is there") from None
     if not text.isdecimal() and text != _RELEASE:
-        raise BadState(f"{_TRACKER}: {text[:40]!r} is no iteration")
+        raise BadState(f"{_TRACKER}: {text[:40]!r} is not an iteration")
     return source / (text if text == _RELEASE else f"iter_{int(text):07d}")
 
 
