@@ -127,13 +127,13 @@ def _speaks_against_node(before: Task, after: Task, suspect: Worker, iteration: 
     accusers stand on others, two at least: two replicas of one node may be wrong alike. `before`, `after`: without the
     last accusation and with it."""
     members = after.membership.members if after.membership else ()
-    own = next(member for member in members if member.worker == suspect.worker)
-    replica = [member for member in members if member.replica == own.replica]
-    if {member.node for member in replica} != {own.node}:
+    seat = next(member for member in members if member.worker == suspect.worker)
+    replica = [member for member in members if member.replica == seat.replica]
+    if {member.node for member in replica} != {seat.node}:
         return False
     accusers = after.group.accusations[suspect.worker]
     nodes = {member.node for member in members if accusers.get(member.worker) == iteration}
-    if len(nodes - {own.node}) < _NODES_MIN:
+    if len(nodes - {seat.node}) < _NODES_MIN:
         return False
     suspects = [member.worker for member in replica if member.worker in before.group.accusations]
     return not any(_is_convicted(before, name, iteration) for name in suspects)
