@@ -448,13 +448,19 @@ def test_program_whose_replicas_differ_anywhere_accuses_no_node() -> None:
     )
 
 
-def test_replica_of_two_workers_on_a_node_is_convicted_once() -> None:
+def pairs() -> MiniCluster:
+    """A cluster whose task trains in three replicas of two workers, each on a node of its own."""
     cluster = MiniCluster(1, check_s=0.0)
     for number in range(4):
         cluster.add_host(f"n{number}", 2)
     cluster.submit("big", tp=2, min_workers=2, max_workers=6)
     cluster.run()
     cluster.train("big", 20)
+    return cluster
+
+
+def test_replica_of_two_workers_on_a_node_is_convicted_once() -> None:
+    cluster = pairs()
     before, bad = members(cluster), node_of(cluster, 2)
     for number, suspect in ((0, 2), (4, 2), (1, 3), (5, 3)):
         corrupt(cluster, before[suspect], "checksum", reporter=number, iteration=21)
@@ -511,12 +517,7 @@ def test_conviction_alone_takes_one_node_at_a_time() -> None:
 
 def test_accusation_beside_an_exited_worker_counts() -> None:
     """It is no member of the state's workers any more, and one of the membership still."""
-    cluster = MiniCluster(1, check_s=0.0)
-    for number in range(4):
-        cluster.add_host(f"n{number}", 2)
-    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
-    cluster.run()
-    cluster.train("big", 20)
+    cluster = pairs()
     before, bad = members(cluster), node_of(cluster, 2)
     cluster.kill_worker(cluster.hosts[bad], before[3])
     for number in (0, 4):

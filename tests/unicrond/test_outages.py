@@ -332,7 +332,8 @@ def test_task_that_fails_on_a_node_of_the_outage_asks_for_no_plan_while_free_nod
     assert survey.avoided == {"big": (bad,)} and {*bases, survey.basis} == {bases[0]}
 
 
-def test_task_that_lost_a_node_for_good_gets_the_seats_of_one_that_fails() -> None:
+def sound_beside_failing() -> tuple[MiniCluster, list[str], str]:
+    """A task that trains on three nodes, which are returned, and one whose program fails again and again on the fourth."""
     cluster = MiniCluster(0, Policy(outage_hold_s=120.0))
     for name in RACKS[:4]:
         cluster.add_host(name)
@@ -346,6 +347,11 @@ def test_task_that_lost_a_node_for_good_gets_the_seats_of_one_that_fails() -> No
     for _ in range(LOOPING_MIN + 1):
         end(cluster, "typo")
         cluster.run()
+    return cluster, hit, rest
+
+
+def test_task_that_lost_a_node_for_good_gets_the_seats_of_one_that_fails() -> None:
+    cluster, hit, rest = sound_beside_failing()
     lose_rack(cluster, hit)
     cluster.run()
     assert cluster.state.plan.assignments["typo"].replicas == ((rest,),), "the others may come back"
@@ -358,19 +364,7 @@ def test_task_that_lost_a_node_for_good_gets_the_seats_of_one_that_fails() -> No
 
 def test_task_that_lost_a_node_for_good_leaves_the_seats_of_one_that_fails_while_others_are_free() -> None:
     """What fails is tried again until people stop it, and nobody else needs its seat."""
-    cluster = MiniCluster(0, Policy(outage_hold_s=120.0))
-    for name in RACKS[:4]:
-        cluster.add_host(name)
-    cluster.submit("sound", max_workers=3)
-    cluster.run()
-    hit = [node for (node,) in cluster.state.plan.assignments["sound"].replicas]
-    cluster.submit("typo", max_workers=1)
-    cluster.run()
-    cluster.train("sound", 3)
-    ((rest,),) = cluster.state.plan.assignments["typo"].replicas
-    for _ in range(LOOPING_MIN + 1):
-        end(cluster, "typo")
-        cluster.run()
+    cluster, hit, rest = sound_beside_failing()
     spare = f"{rest}-spare"
     cluster.add_host(spare)
     cluster.run()
