@@ -333,7 +333,7 @@ def test_task_that_fails_on_a_node_of_the_outage_asks_for_no_plan_while_free_nod
 
 
 def sound_beside_failing() -> tuple[MiniCluster, list[str], str]:
-    """A task that trains on three nodes, which are returned, and one whose program fails again and again on the fourth."""
+    """A task that trains on three nodes, and one whose program fails on the fourth; return the nodes."""
     cluster = MiniCluster(0, Policy(outage_hold_s=120.0))
     for name in RACKS[:4]:
         cluster.add_host(name)
