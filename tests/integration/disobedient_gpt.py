@@ -151,11 +151,13 @@ def main() -> None:
 
     def break_links(step: Any) -> None:
         """A bucket of the iteration is on its way: the first, and others are to follow."""
-        words = list(waiting) or orders.standing()
+        words, formed = list(waiting) or orders.standing(), step._hook._driver.group._formed
+        if formed is None:  # it is alone
+            return
         if words and words[0] in LINKS and step._hook._driver.reduction.started == 1:
             waiting.clear()
             orders.obeyed(words[0], step.iteration)
-            for descriptor in step._hook._driver.group._formed.sockets:
+            for descriptor in formed.sockets:
                 LINKS[words[0]](descriptor)
 
     pretrain_gpt.forward_backward = forward_backward
