@@ -146,7 +146,7 @@ async def live_cluster(
 
 def told_members(decided: dict[str, Any]) -> list[str]:
     """The workers of a membership as the log shows it: each run is [node, number, seat, count, joins]."""
-    runs = decided["told"]["seats"]
+    runs = decided["seats"]
     return [f"{decided['task']}.{number + i}" for _, number, _, count, _ in runs for i in range(count)]
 
 

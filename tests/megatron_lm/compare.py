@@ -34,7 +34,7 @@ from tests.integration.regroup_rig import ForkServer
 from tests.megatron_lm import runs
 from tests.megatron_lm.fixtures import CPU, MODEL, checkout, task
 from tests.megatron_lm.tables import ITERATION, Comparison, parameters_row, rows, series_of
-from unicrond.events.megatron.command_line import BadFlags, CommandLine
+from unicrond.events.megatron.command_line import BadFlags, CommandLine, degrees
 from unicrond.events.vocabulary import TaskSpec
 
 #: Flags of the tiny GPT that give way to one of these.
@@ -239,6 +239,8 @@ def _alone(request: Request, place: Path, ranks: int, spec: TaskSpec) -> list[ru
             ranks,
             tp=spec.tp,
             pp=spec.pp,
+            cp=spec.cp,
+            data=spec.cut.data,
             script=request.script,
             timeout_s=request.timeout_s,
         )
@@ -288,11 +290,11 @@ def request_of(argv: Sequence[str]) -> tuple[Request, argparse.Namespace, list[s
     try:
         given, omitted = for_cpu(flags if options.plain else with_defaults(flags))
         line = CommandLine.parse([options.script, *given])
-        degrees = [line.number(f"--{kind}-model-parallel-size", default=1) for kind in ("tensor", "pipeline")]
+        size = degrees(line).workers
     except BadFlags as error:
         raise NotCompared(f"the flags cannot be read: {error}") from None
     given += [] if "--log-interval" in line.flags else ["--log-interval", "1"]
-    rank = degrees[0] * degrees[1] if options.kill_rank is None else options.kill_rank
+    rank = size if options.kill_rank is None else options.kill_rank
     request = Request(
         flags=given,
         script=options.script,

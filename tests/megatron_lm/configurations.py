@@ -1,18 +1,27 @@
 """Megatron-LM's own functional configurations: which of them `unicronctl init-megatron` makes a task of, and why the
-others are refused. `python -m tests.megatron_lm.configurations` prints docs/use/configurations.md.
+others are refused; and which have been trained at toy size (`toys.py`).
+
+    python -m tests.megatron_lm.configurations           # prints docs/use/configurations.md
+    python -m tests.megatron_lm.configurations --train   # trains what has not been; Ctrl-C, and go on later
 
 The file of configurations lies beside the archives (`fixtures.py`); it is not a part of this project.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 import shlex
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from tests.integration.regroup_rig import ForkServer
+from tests.megatron_lm import toys
 from tests.megatron_lm.fixtures import archives
 from unicrond.events.megatron.command_line import BadFlags, CommandLine, read_training_flags, refusals, without_effect
 from unicrond.intake.megatron_init import parse_script, task_file
@@ -24,17 +33,24 @@ _HEAD = """# Megatron-LM's own configurations
 
 Megatron-LM tests itself with {whole} functional configurations. Each was given to `unicronctl
 init-megatron --script` as the batch script that it is, its variables assigned: **{taken} make a task; {refused} are
-refused**, each by one line that names the flag. What is taken is checked, not trained: the
-[list of what was trained](megatron-lm.md#what-works) is that page's. Transformer Engine, fp8 and fused kernels, which
-{gpu} of the {taken} ask for, need a GPU and were not trained here. {without} are taken with a flag unset, which
-submission says: `--fp8-param-gather` and its like save time or memory
+refused**, each by one line that names the flag. {without} are taken with a flag unset, which submission says:
+`--fp8-param-gather` and its like save time or memory
 ([what is without them](megatron-lm.md#what-follows-from-the-flags)).
 
-`.venv/bin/python -m tests.megatron_lm.configurations` prints this page.
+**{equal} of the {taken} were trained at toy size**: sizes shrunk, degrees of parallelism at most 2, on mock data and a
+CPU, in Megatron-LM alone and in a task of two replicas one of which is killed (SIGKILL) in the third iteration; what
+both log and the final parameters are equal to 1e-6, or within twice what Megatron-LM differs by from itself on half as
+many ranks. Configurations that come to the same flags then are one toy, of which {toys} were trained. Transformer
+Engine, fp8 and fused kernels, which {gpu} of the {taken} ask for, need a GPU: their toys are without them. Not trained:
+{other_script} whose script or layers are not at hand (T5, BERT, Mamba), {waiting} that wait for their turn, {failed}
+that did not train alike (below).
+
+`.venv/bin/python -m tests.megatron_lm.configurations` prints this page, with `--train` it trains what waits.
 
 | kind | configurations | taken |
 |---|---|---|
 """
+_NONE = {"equal": 0, "failed": 0, "waiting": 0, "other_script": 0}
 #: Flags that a CPU cannot obey: Transformer Engine's layers are Megatron's default.
 _GPU = ("--fp8-format", "--tp-comm-overlap", "--moe-permute-fusion", "--moe-grouped-gemm", "--fp8-recipe")
 
@@ -46,6 +62,15 @@ def configurations() -> list[dict[str, object]]:
         raise FileNotFoundError(f"set MEGATRON_LM_FIXTURES to a folder beside {NAME}")
     parsed: list[dict[str, object]] = json.loads((folder.parent / NAME).read_text())
     return parsed
+
+
+def with_words() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each one's kind, name and words, the script first. (Of pipeline layouts the file has a shell's escapes.)"""
+    for configuration in configurations():
+        args = configuration["args"]
+        assert isinstance(args, list)
+        words = [str(word).replace("\\", "") for word in args]
+        yield str(configuration["kind"]), str(configuration["name"]), [str(configuration["script"]), *words]
 
 
 def script(words: Sequence[str]) -> str:
@@ -79,24 +104,35 @@ def page() -> str:
     """Return the page."""
     kinds, taken, by_reason = Counter[str](), Counter[str](), defaultdict[str, list[tuple[str, bool]]](list)
     needs_gpu = without = 0
-    for configuration in configurations():
-        args, kind, name = configuration["args"], str(configuration["kind"]), str(configuration["name"])
-        assert isinstance(args, list)
-        # (Of pipeline layouts the file has the escapes of a shell.)
-        words = [str(configuration["script"]), *(str(word).replace("\\", "") for word in args)]
+    trained, states, failures = toys.outcomes(), Counter[str](), dict[str, list[str]]()
+    for kind, name, words in with_words():
         kinds[kind] += 1
         refused = reasons(words)
         if not refused:
             taken[kind] += 1
             needs_gpu += "transformer_engine" in words or any(flag in words for flag in _GPU)
             without += any(without_effect(CommandLine.parse(words).values))
+            toy = toys.toy_of(words)
+            outcome = trained.get(toy) if toy else None
+            state = "equal" if outcome and outcome.is_equal else "failed" if outcome else "waiting"
+            states[state if toy else "other_script"] += 1
+            if outcome and not outcome.is_equal:
+                failures.setdefault(outcome.verdict, []).append(name)
         for reason in {re.sub(r"(?<!\w)\d+", "N", text) for text in refused}:
             by_reason[reason].append((name, len(refused) == 1))
     whole = sum(kinds.values())
-    numbers = {"whole": whole, "taken": sum(taken.values()), "gpu": needs_gpu, "without": without}
-    head = _HEAD.format(**numbers, refused=whole - sum(taken.values()))
+    numbers = {"whole": whole, "taken": sum(taken.values()), "gpu": needs_gpu, "without": without, **_NONE, **states}
+    equal_toys = sum(outcome.is_equal for outcome in trained.values())
+    head = _HEAD.format(**numbers, refused=whole - sum(taken.values()), toys=equal_toys)
     lines = [f"| {kind} | {count} | {taken[kind]} |" for kind, count in sorted(kinds.items())]
-    return "\n".join([*head.splitlines(), *lines, "", *_refused(by_reason)]) + "\n"
+    return "\n".join([*head.splitlines(), *lines, "", *_refused(by_reason), *_failed(failures)]) + "\n"
+
+
+def _failed(failures: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    if failures:
+        yield from ("", "| toy did not train alike because of | configurations |", "|---|---|")
+    for verdict, names in sorted(failures.items()):
+        yield f"| {verdict.replace('|', ' ')} | {', '.join(f'`{name}`' for name in names)} |"
 
 
 def _refused(by_reason: dict[str, list[tuple[str, bool]]]) -> Iterator[str]:
@@ -108,5 +144,40 @@ def _refused(by_reason: dict[str, list[tuple[str, bool]]]) -> Iterator[str]:
         yield f"| `{flag}`: {text} | {len(names)} | {sum(alone for _, alone in names)} |"
 
 
-if __name__ == "__main__":
+def train(first: int, text: str, timeout_s: float) -> int:
+    """Train toys that have not been, those of the most configurations first. `text`: a part of a configuration's name.
+    Return the exit status: 1 where one did not train alike."""
+    names: dict[toys.Toy, list[str]] = defaultdict(list)
+    for _, name, words in with_words():
+        if (toy := toys.toy_of(words)) is not None and not reasons(words):
+            names[toy].append(name)
+    trained = toys.outcomes()
+    waiting = [toy for toy in names if toy not in trained and any(text in name for name in names[toy])]
+    waiting.sort(key=lambda toy: (-len(names[toy]), toy.flags))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    failures = 0
+    with ForkServer() as server, suppress(KeyboardInterrupt):
+        for number, toy in enumerate(waiting[:first], start=1):
+            print(f"{number} of {len(waiting)}: {', '.join(names[toy])}", end=": ", flush=True)
+            outcome = toys.train(toy, server, timeout_s)
+            failures += not outcome.is_equal
+            print(outcome.verdict, flush=True)
+    return int(failures > 0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the page, or train. Return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.megatron_lm.configurations", description=__doc__)
+    parser.add_argument("--train", action="store_true", help="train what has not been trained")
+    parser.add_argument("--first", type=int, default=1_000, metavar="N", help="of these the first N")
+    parser.add_argument("--only", default="", metavar="TEXT", help="those of a configuration with this in its name")
+    parser.add_argument("--timeout-s", type=float, default=280.0, help="of one run (280)")
+    options = parser.parse_args(argv)
+    if options.train:
+        return train(options.first, options.only, options.timeout_s)
     print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
