@@ -211,6 +211,13 @@ def test_break_of_the_group_that_goes_on_costs_one_worker() -> None:
     assert not outcome.rule, outcome.story
 
 
+def test_links_are_probed_once_while_the_logs_clock_stands_still() -> None:
+    """It was an hour ahead for a while: probes were ordered again and again until it had caught up."""
+    faults = history(953)
+    outcome = simulate(953, [faults[place] for place in (0, 1, 14)])
+    assert not outcome.rule, outcome.story
+
+
 def test_peers_of_readmitted_node_are_not_clearly_blamed() -> None:
     """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
     faults = [

@@ -93,8 +93,8 @@ class LinkedCluster(MiniCluster):
         bad = [pair for pair, condition in self.conditions.items() if condition == "silent" and pair <= set(nodes)]
         return not bad and super().group_up(task)
 
-    def stand_still(self) -> None:
-        """All members wait in a collective."""
+    def stand_still(self, *, is_waiting: bool = True) -> None:
+        """All members are late, and wait in a collective or not."""
         task = self.state.tasks["t"]
         assert task.membership is not None
         for member in task.membership.members:
@@ -107,7 +107,7 @@ class LinkedCluster(MiniCluster):
                 phase="reduce",
                 micro_batch=0,
                 collectives_entered=5,
-                is_waiting=True,
+                is_waiting=is_waiting,
                 is_stopped=False,
                 still_us=3 * SECOND_US,
                 limit_us=3 * SECOND_US,
@@ -186,6 +186,22 @@ def test_a_free_node_takes_the_place() -> None:
     cluster.cut("n0", "n1")
     (withdrawn,) = cluster.said(v.WorkersWithdrawn)
     assert cluster.members == sorted({"n0", "n1", "n2", "n3"} - {withdrawn.node})
+
+
+def test_links_of_a_late_replica_are_probed_once_though_the_logs_clock_stands_still() -> None:
+    """The clock of the log's server was set back: no time passes for the head, and two ranks of a replica are late."""
+    cluster = LinkedCluster(1, nodes=2, pp=2, min_workers=2)
+    cluster.now_us -= 3_600 * SECOND_US
+    cluster.stand_still(is_waiting=False)
+    for _ in range(4):
+        cluster.decide()
+        cluster.obey_all()
+    assert [event.node for event in cluster.said(v.ProbeLinks)] == ["n0", "n1"]
+    cluster.train("t")  # and once more behind a step
+    cluster.stand_still(is_waiting=False)
+    cluster.decide()
+    cluster.obey_all()
+    assert len(cluster.said(v.ProbeLinks)) == 4
 
 
 def test_the_other_end_works_for_another_task() -> None:

@@ -44,7 +44,13 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
         ordered_us = state.now_us if first else probing.ordered_us
         rounds = probing.rounds + first
         probing = replace(
-            probing, rounds=rounds, ordered_us=ordered_us, orders=orders, overdue=False, is_repeated=False
+            probing,
+            rounds=rounds,
+            ordered_us=ordered_us,
+            orders=orders,
+            overdue=False,
+            is_repeated=False,
+            iteration=task.progress.iteration,
         )
         state = _with_probing(state, task, probing)
     links = dict(state.links)

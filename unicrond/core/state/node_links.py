@@ -71,6 +71,7 @@ class LinkProbing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `orders`: node -> the command that it has not answered. `overdue`: another round is due: the group has not met for
     long, or is slow for no worker's fault; `usual_us`: how long its iterations take when it is not (0: it is not slow).
     `slow_us`: how long they took when that last asked for a round; `is_repeated`: it was reported again too soon.
+    `iteration`: the newest that was committed at the last order; -1: none was ordered for this group.
     """
 
     rounds: int = 0
@@ -80,3 +81,4 @@ class LinkProbing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ordered_us: int = 0
     slow_us: int = 0
     is_repeated: bool = False
+    iteration: int = -1
