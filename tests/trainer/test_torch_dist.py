@@ -163,9 +163,16 @@ def test_checkpoint_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "megatron/iter_0000007"
     common = torch.load(folder / "common.pt", weights_only=False)
     torch.save({**common, "optimizer": {"param_state_sharding_type": "x", "optimizer": {}}}, folder / "common.pt")
-    with pytest.raises(BadState, match=r"of --use-distributed-optimizer, .* give --model-only"):
+    with pytest.raises(BadState, match=r"^its optimizer's state is of --use-distributed-optimizer, .* give --model-only"):
         torch_dist.load(folder, model_only=False)
     assert torch_dist.load(folder, model_only=True).tensors
+    for wrong in ([1], {**common, "args": 5}, {**common, "optimizer": {"optimizer": 3}}):
+        torch.save(wrong, folder / "common.pt")
+        with pytest.raises(BadState, match=r"common.pt: not of a release that can be read: "):
+            torch_dist.load(folder, model_only=False)
+    (folder / "metadata.json").write_text("{")
+    with pytest.raises(BadState, match=r"metadata.json: Input data was truncated"):
+        torch_dist.load(folder, model_only=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(BadState, match="save with --ckpt-format torch_dist"):
         torch_dist.load(folder, model_only=True)

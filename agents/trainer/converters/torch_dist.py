@@ -261,12 +261,24 @@ def load(source: Path, *, model_only: bool) -> ModelState:
     for name in (_FORMAT, _METADATA, _COMMON):
         if not (folder / name).is_file():
             raise BadState(f"{folder.name}/{name} is missing: not torch_dist, or a save that has not finished")
-    kind = msgspec.json.decode((folder / _FORMAT).read_bytes())
+    try:
+        kind = msgspec.json.decode((folder / _FORMAT).read_bytes())
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadState(f"{folder.name}/{_FORMAT}: {error}") from None
     if not isinstance(kind, dict) or kind.get("sharded_backend") != "torch_dist":
         raise BadState(f"{folder.name}/{_FORMAT}: only torch_dist can be converted; save with --ckpt-format torch_dist")
     stored, common = StoredTensors(folder), inert_pickle.load_saved(folder / _COMMON)
-    if not isinstance(common, dict):
-        raise BadState(f"{folder.name}/{_COMMON} is no dictionary")
+    try:
+        return _state_of(stored, common, model_only=model_only)
+    except BadState:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # others wrote it
+        raise BadState(f"{folder.name}/{_COMMON}: not of a release that can be read: {error!r}") from None
+
+
+def _state_of(stored: StoredTensors, common: Any, *, model_only: bool) -> ModelState:
+    """Return the state of which these are the tensors, and the rest. Raises BadState; what it raises beside that is an
+    error in `common`."""
     optimizers = ("optimizer.", "chained_")
     tensors = {name: tensor for name, tensor in stored.tensors.items() if not name.startswith(optimizers)}
     iteration = common.get("iteration", 0)
