@@ -163,7 +163,7 @@ def test_checkpoint_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "megatron/iter_0000007"
     common = torch.load(folder / "common.pt", weights_only=False)
     torch.save({**common, "optimizer": {"param_state_sharding_type": "x", "optimizer": {}}}, folder / "common.pt")
-    with pytest.raises(BadState, match=r"^its optimizer's state is of --use-distributed-optimizer, .* give --model-only"):
+    with pytest.raises(BadState, match=r"^its optimizer's state is of --use-.* give --model-only"):
         torch_dist.load(folder, model_only=False)
     assert torch_dist.load(folder, model_only=True).tensors
     for wrong in ([1], {**common, "args": 5}, {**common, "optimizer": {"optimizer": 3}}):
