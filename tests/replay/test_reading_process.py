@@ -9,6 +9,7 @@ import signal
 import sys
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -62,6 +63,30 @@ async def write_big(connection: Connection) -> None:
         await NatsEventLog(connection).append(envelopes[begin : begin + 20])
 
 
+class Started(NamedTuple):
+    """A reading process as it was when it began: that of a short log may have ended before one looks."""
+
+    process: psutil.Process
+    words: list[str]
+    environment: dict[str, str]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """The reading processes that have been started."""
+    processes: list[Started] = []
+    create = asyncio.create_subprocess_exec
+
+    async def record(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        child = await create(*words, **options)
+        process = psutil.Process(child.pid)
+        processes.append(Started(process, process.cmdline(), process.environ()))
+        return child
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", record)
+    return processes
+
+
 def readers() -> list[psutil.Process]:
     """Children of ours that read, or did and were not reaped."""
     children = psutil.Process().children()
@@ -93,20 +118,21 @@ async def test_reading_process_gives_same_entries(nats_server: EmbeddedServer, n
 
 
 async def test_reading_process_starts_only_for_long_log(
-    nats_server: EmbeddedServer, nats_connection: Connection
+    nats_server: EmbeddedServer, nats_connection: Connection, started: list[Started]
 ) -> None:
     await NatsEventLog(nats_connection).append(facts(1, 100))
     for apart_from, after, expected in [(101, 0, 0), (100, 0, 1), (100, 1, 0)]:
+        started.clear()
         async with (
             open_nats([nats_server.url], apart_from=apart_from) as source,
             aclosing(source.chunks(after)) as chunks,
         ):
             await anext(chunks)
-            assert len(readers()) == expected
+            assert len(started) == expected
 
 
 async def test_reading_process_delivers_large_log_and_ends_early(
-    nats_server: EmbeddedServer, nats_connection: Connection
+    nats_server: EmbeddedServer, nats_connection: Connection, started: list[Started]
 ) -> None:
     await write_big(nats_connection)
     async with open_nats([nats_server.url], apart_from=APART) as source:
@@ -115,14 +141,15 @@ async def test_reading_process_delivers_large_log_and_ends_early(
         for last in (1, BIG // 2):  # while it starts; while it is held back
             async with aclosing(source.chunks()) as chunks:
                 async for chunk in chunks:
-                    (reader,) = readers()
                     if chunk.entries[-1].seq >= last:
-                        reader.suspend()  # nor does it matter whether it can hear us
+                        started[-1].process.suspend()  # nor does it matter whether it can hear us
                         break
             assert not readers()
 
 
-async def test_killed_reading_process_is_reported(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_killed_reading_process_is_reported(
+    nats_server: EmbeddedServer, nats_connection: Connection, started: list[Started]
+) -> None:
     await write_big(nats_connection)
     for kill_at in (1, BIG // 2):
         async with open_nats([nats_server.url], apart_from=APART) as source:
@@ -131,7 +158,7 @@ async def test_killed_reading_process_is_reported(nats_server: EmbeddedServer, n
                 async with aclosing(source.chunks()) as chunks:
                     async for chunk in chunks:
                         if not killed and chunk.entries[-1].seq >= kill_at:
-                            readers()[0].kill()
+                            started[-1].process.kill()
                             killed = True
         assert killed and not readers()
 
@@ -176,7 +203,7 @@ async def test_missing_entries_give_same_damage_error(nats_server: EmbeddedServe
         await connection.close()
 
 
-async def test_reading_process_receives_login_privately(tmp_path: Path) -> None:
+async def test_reading_process_receives_login_privately(tmp_path: Path, started: list[Started]) -> None:
     login = Login(user="unicron", password='se"cret')
     server = EmbeddedServer(tmp_path / "nats", login=login)
     await server.start()
@@ -187,8 +214,8 @@ async def test_reading_process_receives_login_privately(tmp_path: Path) -> None:
         await connection.close()
         async with open_nats([server.url], login, apart_from=APART) as source, aclosing(source.chunks()) as chunks:
             seqs = [entry.seq for entry in (await anext(chunks)).entries]
-            (reader,) = readers()
-            assert "se" + '"cret' not in f"{reader.cmdline()} {reader.environ()}"
+            (reader,) = started
+            assert "se" + '"cret' not in f"{reader.words} {reader.environment}"
             async for chunk in chunks:
                 seqs += [entry.seq for entry in chunk.entries]
         assert seqs == list(range(1, 101))
