@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +39,13 @@ refused**, each by one line that names the flag. {without} are taken with a flag
 ([what is without them](megatron-lm.md#what-follows-from-the-flags)).
 
 **{equal} of the {taken} were trained at toy size**: sizes shrunk, degrees of parallelism at most 2, on mock data and a
-CPU, in Megatron-LM alone and in a task of two replicas one of which is killed (SIGKILL) in the third iteration; what
+CPU, in Megatron-LM alone and in a task of two replicas one of which is killed (SIGKILL) in the third iteration. What
 both log and the final parameters are equal to 1e-6, or within twice what Megatron-LM differs by from itself on half as
-many ranks. Configurations that come to the same flags then are one toy, of which {toys} were trained. Transformer
-Engine, fp8 and fused kernels, which {gpu} of the {taken} ask for, need a GPU: their toys are without them. Not trained:
-{other_script} whose script or layers are not at hand (T5, BERT, Mamba), {waiting} that wait for their turn, {failed}
-that did not train alike (below).
+many ranks; but for the parameters' norm with `--bf16 --use-distributed-optimizer` ([why](megatron-lm.md#how-it-works)).
+Configurations that come to the same flags then are one toy, of which {toys} were trained. Transformer Engine, fp8 and
+fused kernels, which {gpu} of the {taken} ask for, need a GPU: their toys are without them. Not trained: {other_script}
+whose script or layers are not at hand (T5, BERT, Mamba, multi-latent attention), {waiting} that wait for their turn,
+{failed} that did not train alike (below).
 
 `.venv/bin/python -m tests.megatron_lm.configurations` prints this page, with `--train` it trains what waits.
 
@@ -155,6 +157,7 @@ def train(first: int, text: str, timeout_s: float) -> int:
     waiting = [toy for toy in names if toy not in trained and any(text in name for name in names[toy])]
     waiting.sort(key=lambda toy: (-len(names[toy]), toy.flags))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
     failures = 0
     with ForkServer() as server, suppress(KeyboardInterrupt):
         for number, toy in enumerate(waiting[:first], start=1):

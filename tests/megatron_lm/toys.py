@@ -35,6 +35,8 @@ _SIZES = {
     "--check-weight-hash-across-dp-replicas-interval": "2", "--linear-key-head-dim": "16",
     "--linear-value-head-dim": "16", "--linear-num-key-heads": "2", "--linear-num-value-heads": "4",
 }  # fmt: skip
+#: They go with `--train-samples`.
+_BY_SAMPLES = ("--lr-decay-samples", "--lr-warmup-samples")
 #: At most so much.
 _MOST = {
     "--tensor-model-parallel-size": 2, "--pipeline-model-parallel-size": 2, "--context-parallel-size": 2,
@@ -105,7 +107,7 @@ class Outcome(msgspec.Struct, frozen=True):
 def toy_of(words: Sequence[str]) -> Toy | None:
     """Return the toy of a configuration's words, the script first; None where the archives have no such script, or its
     layers need kernels that only a GPU has."""
-    if words[0] != SCRIPT or "--spec" in words:
+    if words[0] != SCRIPT or {"--spec", "--multi-latent-attention"} & {*words}:
         return None
     line = CommandLine.parse(words)
     flags: dict[str, tuple[str, ...]] = {}
@@ -119,6 +121,8 @@ def toy_of(words: Sequence[str]) -> Toy | None:
             flags[flag] = values
     flags |= {"--attention-dropout": ("0",), "--hidden-dropout": ("0",)}
     flags |= _layers(line, flags)
+    for flag in _BY_SAMPLES if "--train-samples" not in flags else ():
+        flags.pop(flag, None)
     if flags.get("--moe-token-dispatcher-type") == ("flex",):
         flags["--moe-token-dispatcher-type"] = ("alltoall",)
     for flag in [flag for flag in _MOST if flag.endswith("-parallel-size") and flags.get(flag) == ("1",)]:
