@@ -92,12 +92,13 @@ matrix: $(STAMP)
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_live_faults.py
 
 # Row by row of docs/operate/security.md: what each login may have NATS say, on one server and on three; lies; floods of
-# a worker, a node and a stranger; the deleted log; heads and nodes that are heard and hear nothing.
+# a worker, a node and a stranger; the deleted log, a full disk and an archive with a gap; heads and nodes that are heard
+# and hear nothing.
 REDTEAM := $(addprefix tests/,$(addsuffix .py,\
   $(addprefix events/test_,accounts forgery tls jwt_logins) \
   $(addprefix unicrond/test_,authority access owners own_token connections side_jobs edge_events entry_costs entrance callers) \
   $(addprefix agents/test_,passes floods memory_server) \
-  $(addprefix integration/test_,keys lying_node flooding_node deleted_log one_way_links)) \
+  $(addprefix integration/test_,keys lying_node flooding_node deleted_log log_drills one_way_links)) \
   integration/test_daemon.py::test_api_answers_beside_a_thousand_half_requests \
   integration/test_nats_cluster.py::test_log_deleted_on_three_servers_is_restored_under_training)
 redteam: $(STAMP)
