@@ -63,23 +63,33 @@ async def test_coordinator_plans_and_starts_workers() -> None:
 
 
 async def test_request_is_answered_once_it_is_part_of_the_state() -> None:
-    """Who submits a task and asks for it next finds it, however slowly the log hands it back."""
+    """The client that submits a task and then reads the state finds the task there."""
+    opens = asyncio.Event()
+    opens.set()
 
-    class SlowLog(MemoryLog):
+    class GatedLog(MemoryLog):
         async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
             async with aclosing(super().read(after_seq, until_seq=until_seq)) as entries:
                 async for entry in entries:
-                    await asyncio.sleep(0.05)
+                    await opens.wait()
                     yield entry
 
-    async with running(SlowLog()) as coordinator:
-        for number, name in enumerate("abc", start=1):
-            seq = await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name=name)), number, "api"))
-            assert name in coordinator.state.tasks and coordinator.state.seq >= seq
+    log = GatedLog()
+    async with running(log) as coordinator:
+        opens.clear()
+        before = await log.last_seq()
+        request = observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api")
+        answer = asyncio.create_task(coordinator.submit(request))
+        while await log.last_seq() == before:  # noqa: ASYNC110, the log has no event for it
+            await asyncio.sleep(0)
+        assert not answer.done() and not coordinator.state.tasks
+        opens.set()
+        seq = await answer
+        assert "a" in coordinator.state.tasks and coordinator.state.seq >= seq
 
 
 async def test_request_is_answered_though_the_log_hands_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the log: who asked must not be told otherwise, nor wait for ever."""
+    """The log has the request, so its answer is no error, and comes after `_READ_BACK_S`."""
     monkeypatch.setattr(coordinator, "_READ_BACK_S", 0.05)
     idle = Coordinator(MemoryLog(), MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=1))
     assert await idle.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api")) == 1

@@ -268,8 +268,8 @@ class Coordinator(Follower):
     async def submit(self, envelope: Envelope) -> int:
         """Append an observation that a person made through the API; return its sequence number.
 
-        Who asked reads what he wrote: it is part of the state, unless that takes longer than `_READ_BACK_S`. Even then
-        it is in the log, and folded later."""
+        The caller reads its own write: the observation is part of the state when this returns, or, where the fold takes
+        longer than `_READ_BACK_S`, in the log alone. Raises LogError."""
         (seq,) = await self._requests.append([envelope])
         self._delivered()
         with suppress(TimeoutError):

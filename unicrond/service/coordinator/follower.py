@@ -70,7 +70,7 @@ class Follower:
         self._skip = tuple(skip)
         self._skips: dict[int, str] = {}
         self._cause = ""
-        #: Who waits until an entry is part of the state.
+        #: Requests that wait until their entry is part of the state.
         self._arrivals: list[tuple[int, asyncio.Event]] = []
 
     async def until_folded(self, seq: int) -> None:
@@ -167,9 +167,6 @@ class Follower:
         entry = apply_skips(entry, self._skips)
         self.state = fold(before, entry)
         self.views.feed(LogStep(before, entry, self.state))
-        for seq, arrival in self._arrivals:
-            if seq <= self.state.seq:
-                arrival.set()
         if isinstance(entry, QuarantinedMessage):
             self._tell_quarantined(entry)
         else:
@@ -198,6 +195,9 @@ class Follower:
             if self._inbox.empty():
                 break
             entry = self._inbox.get_nowait()
+        for seq, arrival in self._arrivals:  # once for all entries that came together
+            if seq <= self.state.seq:
+                arrival.set()
         self._require_sound_state()
 
     def _forget_unread(self) -> None:
