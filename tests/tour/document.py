@@ -38,7 +38,7 @@ NOTES = {
     "WorkerJoinedGroup own": (
         "The survivors train again. The leader's report stands for all members that kept their state (`own`)."
     ),
-    "WorkerStarted": "The fork server has the new process. It builds its model meanwhile; nobody waits for it.",
+    "WorkerStarted": "The fork server has started the new process, which builds its model while the survivors train.",
     "CommandApplied": "The agent's answer to the command. A command without an answer is given again.",
     "StepCommitted": (
         "The iteration in which the worker died is committed, with the dead worker's micro-batches computed again by"

@@ -50,7 +50,7 @@ TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
         _B.CAUSE_NAMES,
     ),
     v.SilenceEnded: (_B.CAUSE_NAMES,),
-    v.IncidentEscalated: (_B.WORKER_GIVEN_UP,),
+    v.IncidentEscalated: (_B.WORKER_GIVEN_UP, _B.TAKEN_OVER),
     v.WorkersWithdrawn: (_B.WORKER_GIVEN_UP, _B.CAUSE_OPENS),
     v.NodeIsolated: (_B.NODE_ISOLATED,),
     v.TransitionCompleted: (_B.CLOSES,),

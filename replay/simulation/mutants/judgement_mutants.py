@@ -191,5 +191,5 @@ JUDGEMENT_MUTANTS: dict[str, Mutant] = {
     "blame_returns": Mutant("a node that has been away once has flapped", _blame_returns),
     "ignore_returns": Mutant("a lost node whose beats are heard again stays lost", _ignore_returns),
     "forget_convictions": Mutant("nodes on which replicas differ are checked one by one", _forget_convictions),
-    "judge_when_deaf": Mutant("a head that hears nobody judges each node by itself", _judge_when_deaf),
+    "judge_when_deaf": Mutant("a head that hears no node declares each of them lost", _judge_when_deaf),
 }

@@ -24,8 +24,8 @@ faults/blame.py)
   node works. New workers there wait for the next step instead.
 * Nor is it isolated for broken connections while the task makes progress, unless the blame is clear, or one of two
   replicas can be tried on a node that is free of the task.
-* One break has one answer: where a worker is given up for its own fault, nobody is for the broken connections of its
-  group.
+* Each break is answered once: a batch that gives up a member for its own fault gives up no other worker for the broken
+  connections of that member's group.
 * Where a node is isolated, workers that only reported a broken connection leave it by the plan, with their state,
   once a newer group has replaced the broken one.
 * The last node that a task could run on is not isolated for failures that may as well be the task's fault.
@@ -90,20 +90,33 @@ def respond(batch: DecisionBatch) -> None:
     """Decide the responses that change who may train where: evictions, ends of tasks, isolations."""
     survey = batch.survey
     state, policy = survey.state, survey.policy
-    causes_first = sorted(state.incidents.values(), key=lambda incident: incident.severity is Severity.SEV3)
-    for incident in causes_first:
-        if incident.severity is Severity.SEV3 and _is_echo(batch, incident):
-            continue
-        for worker, severity, reason in evictions(state, incident, policy):
-            text = f"{reason}: {incident.message}"[:1024]
-            batch.add(
-                v.IncidentEscalated(incident=incident.id, severity=severity.value, worker=worker.worker, reason=text)
-            )
+    symptoms = [incident for incident in state.incidents.values() if incident.severity is Severity.SEV3]
+    for incident in state.incidents.values():
+        if incident.severity is not Severity.SEV3:
+            _give_up(batch, incident)
+    broken = _broken_generations(batch)
+    for incident in symptoms:
+        if not any(broken.get(task) == generation for task, generation in incident.generations.items()):
+            _give_up(batch, incident)
     for task in survey.active:
         if reason := failure_reason(state, task, policy):
             batch.add(v.TaskFailed(task=task.name, reason=reason))
     for node, reason in isolations(survey):
         batch.add(v.NodeIsolated(node=node, until_us=None, reason=reason[:1024]))
+
+
+def _give_up(batch: DecisionBatch, incident: Incident) -> None:
+    """Add the evictions for the incident."""
+    for worker, severity, reason in evictions(batch.state, incident, batch.survey.policy):
+        text = f"{reason}: {incident.message}"[:1024]
+        batch.add(v.IncidentEscalated(incident=incident.id, severity=severity.value, worker=worker.worker, reason=text))
+
+
+def _broken_generations(batch: DecisionBatch) -> dict[str, int]:
+    """Return, per task, the newest generation where the batch gives up one of its members."""
+    workers = [event.worker for event in batch.events if isinstance(event, v.IncidentEscalated)]
+    tasks = {worker: batch.state.tasks[worker.rpartition(".")[0]] for worker in workers}
+    return {task.name: task.generation for worker, task in tasks.items() if task.is_member(worker)}
 
 
 # --- SEV3: reattempt in place ----------------------------------------------------------------------
@@ -156,17 +169,6 @@ def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterat
         suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]
         for suspect, cause in suspects:
             yield Eviction(suspect, Severity.SEV2, f"{again}; {cause}")
-
-
-def _is_echo(batch: DecisionBatch, incident: Incident) -> bool:
-    """Return whether the batch gives up, for another incident, a member of the group that broke in this one: nobody
-    else is given up for that break."""
-    for event in batch.events:
-        if isinstance(event, v.IncidentEscalated):
-            task = batch.state.tasks[event.worker.rpartition(".")[0]]
-            if task.is_member(event.worker) and incident.generations.get(task.name) == task.generation:
-                return True
-    return False
 
 
 def is_refuted(task: Task, incident: Incident) -> bool:

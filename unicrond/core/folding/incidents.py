@@ -7,8 +7,8 @@ Rules
   group.
 * A broken connection is a symptom, and gives way to the cause that explains it. So does any other cause to a worse one
   on another node: the response is then about that node.
-* A lost node is one incident for all its tasks and takes over what it explains. So does a cause for which a worker is
-  given up: what the group of that worker reported is its echo, and the incident has not resumed any more.
+* A lost node is one incident for all its tasks and takes over what it explains. So does a cause for which a member is
+  given up: the break that its group reported is an echo, and what had resumed stands still again.
 * A task falls back where its group goes on at an iteration that had been committed before: whichever way it came to
   that (`fall_back`), the newest incident that broke a group since those commits has lost them, be it closed by now (the
   plan had no workers for the task); NO_INCIDENT has what a person or a plan made it repeat.
@@ -209,7 +209,8 @@ def take_over(state: ClusterState, cause: Incident, echoes: list[Incident]) -> C
         | {key: value for echo in echoes for key, value in echo.micro_batches_finished.items()},
         micro_batches_lost=cause.micro_batches_lost + sum(echo.micro_batches_lost for echo in echoes),
     )
-    state = replace(state, incidents={name: i for name, i in state.incidents.items() if i not in echoes})
+    ids = {echo.id for echo in echoes}
+    state = replace(state, incidents={name: i for name, i in state.incidents.items() if name not in ids})
     return with_incident(state, cause)
 
 

@@ -61,7 +61,7 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
 
 
 def _echoes(state: ClusterState, cause: Incident, task: Task, generation: int) -> list[Incident]:
-    """Return the other open incidents in which no more is known than that this generation of the task broke."""
+    """Return the other open incidents, of which no more is known than that this generation of the task broke."""
     return [
         incident
         for incident in state.incidents.values()
