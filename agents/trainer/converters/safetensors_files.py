@@ -111,8 +111,10 @@ def write(
     for number, file in enumerate(files, start=1):
         path = directory / (FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors")
         places |= dict.fromkeys(file.tensors, path.name)
-        try:  # each with memory of its own: parts of one tensor share theirs, which the package refuses
-            save_file({name: next(contents).clone().contiguous() for name in file.tensors}, path, {"format": "pt"})
+        # Each has memory of its own: parts of one tensor share theirs, which the package refuses.
+        copies = {name: next(contents).clone(memory_format=torch.contiguous_format) for name in file.tensors}
+        try:
+            save_file(copies, path, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from None
         with path.open("rb+") as handle:
