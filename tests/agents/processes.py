@@ -23,7 +23,7 @@ LIGHT = (
     "--worker=tests.agents.entries:run",
     "--store=tests.agents.entries:serve",
 )
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
 
 
 def environment() -> dict[str, str]:

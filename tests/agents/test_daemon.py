@@ -186,9 +186,9 @@ class Coordinator:
             )
         )
 
-    async def until(self, kind: type[E], **fields: Any) -> E:
+    async def until(self, kind: type[E], within_s: float = TIMEOUT_S, **fields: Any) -> E:
         """The next event of a kind (with these fields) that was not read before."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(within_s):
             async for entry in self.entries:
                 assert isinstance(entry, RecordedEvent), entry
                 self.seen.append(entry)

@@ -250,9 +250,9 @@ async def test_fault_row_heals_as_documented(live: Live, row: Row) -> None:
     nodes = {node for node, _ in now.values()}
     plans = live.events("PlanAdopted", after=before.seq)
     isolated = [event["node"] for event in live.events("NodeIsolated", after=before.seq)]
-    if row.severity is SEV2 and row.kind == "exception" and node not in nodes:
-        # What a program fails by on one node alone is tried on a free one first (program_faults.avoided_nodes).
-        assert len(nodes) == WORKERS and len(plans) == 1 and not isolated
+    if row.kind == "exception" and not isinstance(row.how, str) and (free := free_nodes(before)):
+        assert nodes == {*free, *(node for node, _ in was.values())} - {node}, "the program is tried on the free node"
+        assert len(plans) == 1 and not isolated
     elif row.severity is SEV2:
         assert nodes == {node for node, _ in was.values()}, "a new process on the same node"
         assert not plans and not isolated
@@ -260,6 +260,12 @@ async def test_fault_row_heals_as_documented(live: Live, row: Row) -> None:
         assert node not in nodes and len(nodes) == WORKERS
         assert node not in str(plans[0]["assignments"]), "a new plan without the node"
         assert isolated == ([] if row.kind == "node_lost" else [node])
+
+
+def free_nodes(state: ClusterState) -> set[str]:
+    """The nodes that the plan leaves free, and on which alone the task's program has not failed (local_faults.py)."""
+    seats = {node for share in state.plan.assignments.values() for nodes in share.replicas for node in nodes}
+    return state.nodes.keys() - seats - state.tasks[TASK].troubles.local_faults.keys()
 
 
 async def check_stacks(live: Live, incident: str, culprit: str, ranks: set[str], where: str) -> None:
