@@ -42,10 +42,10 @@ refused**, each by one line that names the flag. {without} are taken with a flag
 CPU, in Megatron-LM alone and in a task of two replicas one of which is killed (SIGKILL) in the third iteration. What
 both log and the final parameters are equal to 1e-6, or within twice what Megatron-LM differs by from itself on half as
 many ranks; but for the parameters' norm with `--bf16 --use-distributed-optimizer` ([why](megatron-lm.md#how-it-works)).
-Configurations that come to the same flags then are one toy, of which {toys} were trained. Transformer Engine, fp8 and
-fused kernels, which {gpu} of the {taken} ask for, need a GPU: their toys are without them. Not trained: {other_script}
-whose script or layers are not at hand (T5, BERT, Mamba, multi-latent attention), {waiting} that wait for their turn,
-{failed} that did not train alike (below).
+Configurations that come to the same flags then are one toy; {toys} toys were trained ({first} to {last}). Transformer
+Engine, fp8 and fused kernels, which {gpu} of the {taken} ask for, need a GPU: their toys are without them. Not trained:
+{other_script} whose script or layers are not at hand (T5, BERT, Mamba, multi-latent attention), {waiting} that wait for
+their turn, {failed} that did not train alike (below).
 
 `.venv/bin/python -m tests.megatron_lm.configurations` prints this page, with `--train` it trains what waits.
 
@@ -124,8 +124,9 @@ def page() -> str:
             by_reason[reason].append((name, len(refused) == 1))
     whole = sum(kinds.values())
     numbers = {"whole": whole, "taken": sum(taken.values()), "gpu": needs_gpu, "without": without, **_NONE, **states}
-    equal_toys = sum(outcome.is_equal for outcome in trained.values())
-    head = _HEAD.format(**numbers, refused=whole - sum(taken.values()), toys=equal_toys)
+    dates = sorted(outcome.date for outcome in trained.values() if outcome.is_equal)
+    period = {"toys": len(dates), "first": dates[0], "last": dates[-1]}
+    head = _HEAD.format(**numbers, **period, refused=whole - sum(taken.values()))
     lines = [f"| {kind} | {count} | {taken[kind]} |" for kind, count in sorted(kinds.items())]
     return "\n".join([*head.splitlines(), *lines, "", *_refused(by_reason), *_failed(failures)]) + "\n"
 

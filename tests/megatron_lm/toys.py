@@ -6,8 +6,10 @@ Configurations that come to the same flags are one toy. `toys.jsonl` has a line 
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +43,7 @@ _BY_SAMPLES = ("--lr-decay-samples", "--lr-warmup-samples")
 _MOST = {
     "--tensor-model-parallel-size": 2, "--pipeline-model-parallel-size": 2, "--context-parallel-size": 2,
     "--expert-model-parallel-size": 2, "--expert-tensor-parallel-size": 2, "--moe-router-topk": 2, "--eval-iters": 2,
-    "--decoder-first-pipeline-num-layers": 1, "--decoder-last-pipeline-num-layers": 1,
+    "--decoder-first-pipeline-num-layers": 1,
 }  # fmt: skip
 #: Where data, states and records of others lie: mock data and an empty directory take their place.
 _ELSEWHERE = (
@@ -52,7 +54,8 @@ _ELSEWHERE = (
     "--wandb-exp-name", "--wandb-save-dir", "--train-iters", "--exit-interval", "--exit-duration-in-mins",
     "--distributed-timeout-minutes", "--logging-level", "--seed", "--num-layers", "--dist-ckpt-strictness",
 )  # fmt: skip
-#: What writes checkpoints and records: these have tests of their own, and change nothing of what is trained.
+#: What writes checkpoints and records: these have tests of their own, and change nothing of what is trained. (How many
+#: layers the last stage has follows from the first.)
 _BESIDE = (
     "--save", "--save-interval", "--save-retain-interval", "--ckpt-format", "--ckpt-fully-parallel-save",
     "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load", "--ckpt-assume-constant-structure",
@@ -62,24 +65,20 @@ _BESIDE = (
     "--no-gradient-accumulation-fusion", "--use-mcore-models", "--norm-epsilon", "--rotary-base",
     "--rotary-scaling-factor", "--mscale", "--mscale-all-dim", "--adam-beta1", "--adam-beta2", "--adam-eps",
     "--clip-grad", "--weight-decay", "--lr-decay-style", "--no-check-for-nan-in-loss-and-grad",
-    "--num-distributed-optimizer-instances",
+    "--num-distributed-optimizer-instances", "--decoder-last-pipeline-num-layers",
 )  # fmt: skip
-#: What this machine cannot obey, by what is missing.
-_LACKS = {
-    "a GPU": (
-        "--fp8-format", "--fp8-recipe", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather",
-        "--tp-comm-overlap", "--tp-comm-overlap-cfg", "--moe-permute-fusion", "--moe-grouped-gemm",
-        "--use-flash-attn", "--attention-backend", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl",
-        "--moe-enable-deepep", "--moe-flex-dispatcher-backend", "--fine-grained-activation-offloading",
-        "--offload-modules", "--cp-comm-type", "--hierarchical-context-parallel-sizes", "--deterministic-mode",
-        "--disable-gloo-process-groups", "--overlap-moe-expert-parallel-comm", "--defer-embedding-wgrad-compute",
-        "--wgrad-deferral-limit",
-    ),
-    "a package or files": (
-        "--async-save", "--use-persistent-ckpt-worker", "--fim-data", "--fim-rate", "--fim-spm-rate",
-        "--export-te-mcore-model", "--export-kd-teacher-load", "--export-kd-cfg",
-    ),
-}  # fmt: skip
+#: What needs a GPU.
+_LACKS = (
+    "--fp8-format", "--fp8-recipe", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather",
+    "--tp-comm-overlap", "--tp-comm-overlap-cfg", "--moe-permute-fusion", "--moe-grouped-gemm", "--use-flash-attn",
+    "--attention-backend", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--moe-enable-deepep",
+    "--moe-flex-dispatcher-backend", "--fine-grained-activation-offloading", "--offload-modules", "--cp-comm-type",
+    "--hierarchical-context-parallel-sizes", "--deterministic-mode", "--disable-gloo-process-groups",
+    "--overlap-moe-expert-parallel-comm", "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit",
+    # A package or files that are not at hand.
+    "--async-save", "--use-persistent-ckpt-worker", "--fim-data", "--fim-rate", "--fim-spm-rate",
+    "--export-te-mcore-model", "--export-kd-teacher-load", "--export-kd-cfg",
+)  # fmt: skip
 
 
 class Toy(NamedTuple):
@@ -90,9 +89,10 @@ class Toy(NamedTuple):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a toy: `verdict` is the comparison's, or why there was none."""
+    """What came of a toy: `verdict` is the comparison's, or why there was none; `date`: of the run, as YYYY-MM-DD."""
 
     toy: Toy
+    date: str
     verdict: str
     kill: str = ""
 
@@ -101,7 +101,7 @@ class Outcome(msgspec.Struct, frozen=True):
         """Whether both trained alike; but for the norm of parameters whose masters lie in parts, which is documented
         (docs/use/megatron-lm.md)."""
         of_parts = {"--bf16", "--use-distributed-optimizer"} <= {*self.toy.flags}
-        return self.verdict.startswith(("equal", "within")) or (of_parts and self.verdict == "different: params norm")
+        return self.verdict.startswith("equal") or (of_parts and self.verdict == "different: params norm")
 
 
 def toy_of(words: Sequence[str]) -> Toy | None:
@@ -111,13 +111,12 @@ def toy_of(words: Sequence[str]) -> Toy | None:
         return None
     line = CommandLine.parse(words)
     flags: dict[str, tuple[str, ...]] = {}
-    lacks = [flag for flags_of in _LACKS.values() for flag in flags_of]
     for flag, values in line.flags.items():
         if flag in _SIZES:
             flags[flag] = (_SIZES[flag],)
         elif flag in _MOST:
             flags[flag] = (str(min(int(values[0]), _MOST[flag])),)
-        elif flag not in (*_ELSEWHERE, *_BESIDE, *lacks):
+        elif flag not in (*_ELSEWHERE, *_BESIDE, *_LACKS):
             flags[flag] = values
     flags |= {"--attention-dropout": ("0",), "--hidden-dropout": ("0",)}
     flags |= _layers(line, flags)
@@ -146,7 +145,6 @@ def _layers(line: CommandLine, flags: Mapping[str, tuple[str, ...]]) -> dict[str
         cut["--pipeline-model-parallel-layout"] = (f"E(t|)*{layers - 1}t{'m' if 'm' in layout else ''}L",)
     elif "--decoder-first-pipeline-num-layers" in line.flags:
         layers = 3
-        del flags["--decoder-last-pipeline-num-layers"]  # type: ignore[attr-defined]
     elif "--account-for-embedding-in-pipeline-split" in line.flags:
         layers = 2 * stages * (2 if cut else 1) - 2
     if "--moe-layer-freq" in line.flags:
@@ -161,7 +159,7 @@ def outcomes() -> dict[Toy, Outcome]:
 
 
 def train(toy: Toy, server: ForkServer, timeout_s: float) -> Outcome:
-    """Train the toy both ways, compare, and keep what came of it."""
+    """Train the toy both ways, and compare; keep what came of it, but for a run that has not ended in `timeout_s`."""
     flags = compare.with_defaults(toy.flags)
     script = toy.script if toy.script == SCRIPT else str(_CONTEXT_SCRIPT)
     size = degrees(CommandLine.parse([script, *flags])).workers
@@ -169,14 +167,16 @@ def train(toy: Toy, server: ForkServer, timeout_s: float) -> Outcome:
         flags=flags, script=script, replicas=2, ranks=(), kill_rank=size, kill_at=3, joins=False, tolerance=1e-6,
         timeout_s=timeout_s,
     )  # fmt: skip
+    today = datetime.now(UTC).date().isoformat()
     try:
         with tempfile.TemporaryDirectory(prefix="toy-") as directory:
             comparison = compare.compare(request, Path(directory).resolve(), compare.Progress(is_quiet=True), server)
-        outcome = Outcome(toy, comparison.verdict, comparison.kill)
-    except runs.RunFailed as failure:
-        outcome = Outcome(toy, failure.reason[:300])
-    except (compare.NotCompared, TimeoutError) as failure:
-        outcome = Outcome(toy, str(failure)[:300])
+        outcome = Outcome(toy, today, comparison.verdict, comparison.kill)
+    except (compare.NotCompared, runs.RunFailed, TimeoutError) as failure:
+        text = failure.reason if isinstance(failure, runs.RunFailed) else str(failure)
+        outcome = Outcome(toy, today, text[:300])
+        if isinstance(failure, TimeoutError) or isinstance(failure.__context__, subprocess.TimeoutExpired):
+            return outcome  # the machine was busy, which says nothing of the toy
     with RESULTS.open("ab") as file:
         file.write(msgspec.json.encode(outcome) + b"\n")
     return outcome
