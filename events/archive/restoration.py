@@ -11,7 +11,8 @@ not empty (nats-server 2.15.1).
 Rules
 -----
 * A stream that holds entries, or held some, is never touched.
-* The target changes at the very end: it has the whole stream or none. A server whose disk does not take a part of a
+* The target changes at the very end: it has the whole stream or none. What was made is compared with the archive
+  before; after, a cluster that waited for its log writes to it at once. A server whose disk does not take a part of a
   snapshot within 5 s gives up, and keeps what it has (2.15.1, with `sync_interval: always` on a busy disk): that is
   removed, and tried again.
 * Older entries may stay in the archive alone, as after a trim: the newest claim of a term, which fences appends, may
@@ -32,8 +33,10 @@ from typing import Any, NamedTuple
 from unicrond.events.archive.archived_log import archived_batches
 from unicrond.events.archive.mirror_origin import API, ORIGIN, MirrorOrigin, OriginMessage
 from unicrond.events.log.event_log import LogDamaged, LogError
+from unicrond.events.log.log_identity import mark_of
 from unicrond.events.log.subjects import EVENT_STREAM, headers, quarantine_id, subject
 from unicrond.events.nats.connection import Connection, Login, Session, connect, parse_headers
+from unicrond.events.nats.log_proof import LogProof
 from unicrond.events.nats.server import EmbeddedServer, ServerError
 from unicrond.events.nats.streams import NO_STREAM, JetStreamError, answer, api, api_once, event_stream_config
 from unicrond.events.trust.accounts import NatsAccount
@@ -132,6 +135,7 @@ async def make_files(
             async with MirrorOrigin.connected(server.leaf_port, leaf) as origin:
                 await _fill(source, origin, directory, contents, progress)
             await api(source, f"STREAM.UPDATE.{EVENT_STREAM}", event_stream_config())
+            await _require_whole(source, contents)
             if then is not None:
                 await then(source)
         finally:
@@ -153,10 +157,10 @@ async def restore_stream(
     replicas: int = 1,
     sha256: str = "",
     progress: Progress = lambda *_: None,
-) -> int:
-    """Make the event stream of `target` from the archive, and return how many entries it holds. `target`, `operator`:
-    connections of the coordinator's login and of the operator's, who removes an empty stream. `scratch`: a directory
-    for the moment, with room for twice the archive. Raises LogError, OSError."""
+) -> None:
+    """Make the event stream of `target` from the archive. `target`, `operator`: connections of the coordinator's login
+    and of the operator's, who removes an empty stream. `scratch`: a directory for the moment, with room for twice the
+    archive. Raises LogError, OSError."""
 
     async def send(source: Connection) -> None:
         """Restore the stream of the source on the target."""
@@ -176,18 +180,28 @@ async def restore_stream(
                 return
 
     await make_files(directory, contents, scratch, sha256=sha256, progress=progress, then=send)
-    return await require_whole(target, contents)
+    await require_restored(target, contents)
 
 
-async def require_whole(target: Connection, contents: ArchiveSurvey) -> int:
-    """Return how many entries the restored stream holds. Raises LogDamaged where they are not those of the archive."""
-    state = (await api(target, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]
-    if (state["first_seq"], state["last_seq"]) != (contents.first_seq, contents.last_seq):
+async def require_restored(target: Connection, contents: ArchiveSurvey) -> None:
+    """Return where the stream that the target serves is the restored one; entries may follow already, of a cluster that
+    goes on, and its head may have trimmed it. Raises LogDamaged, LogError."""
+    proof = LogProof(newest=mark_of(contents.newest), reader="the archive")
+    if gap := await proof.look(target):
+        raise LogDamaged(f"{target.urls}: {gap.reason}")
+
+
+async def _require_whole(source: Connection, contents: ArchiveSurvey) -> None:
+    """Return where the stream that was made, which nobody else knows of yet, holds what the archive does. Raises
+    LogDamaged."""
+    state = (await api(source, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]
+    held = (state["first_seq"], state["last_seq"], state["messages"])
+    expected = (contents.first_seq, contents.last_seq, contents.last_seq - contents.first_seq + 1)
+    if held != expected:
         raise LogDamaged(
-            f"{target.urls}: holds entries {state['first_seq']} to {state['last_seq']}, not {contents.first_seq} to "
-            f"{contents.last_seq}"
+            f"of entries {contents.first_seq} to {contents.last_seq} of the archive a nats-server has stored "
+            f"{state['messages']}, from {state['first_seq']} to {state['last_seq']}"
         )
-    return int(state["messages"])
 
 
 async def _fill(

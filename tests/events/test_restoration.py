@@ -11,7 +11,7 @@ from tests.events.test_archive import entries, said, term
 from tests.replay.logs import fill, troubled
 from unicrond.events.archive.archive import archive
 from unicrond.events.archive.archived_log import ArchivedLog
-from unicrond.events.archive.restoration import require_none, restore_stream, survey
+from unicrond.events.archive.restoration import require_none, require_restored, restore_stream, survey
 from unicrond.events.log.event_log import Fenced, LogDamaged, LogError
 from unicrond.events.log.segments import segment_name
 from unicrond.events.log.subjects import EVENT_STREAM
@@ -64,7 +64,7 @@ async def test_restored_log_has_same_entries(
     assert sum(isinstance(entry, QuarantinedMessage) for entry in before) >= 3
     by_operator, by_coordinator = operator
     contents, steps = survey(tmp_path / "archive", None), []
-    count = await restore_stream(
+    await restore_stream(
         by_coordinator,
         by_operator,
         tmp_path / "archive",
@@ -72,7 +72,7 @@ async def test_restored_log_has_same_entries(
         tmp_path / "scratch",
         progress=lambda *step: steps.append(step),
     )
-    assert count == len(before) and steps[-1][1] == steps[-1][2]
+    assert steps[-1][1] == steps[-1][2]
     restored = NatsEventLog(by_coordinator)
     assert await entries(restored) == before
     info = await api(by_operator, f"STREAM.INFO.{EVENT_STREAM}", {})
@@ -81,6 +81,11 @@ async def test_restored_log_has_same_entries(
     assert fence.seq == len(before) + 1
     with pytest.raises(Fenced, match="is not above term"):
         await restored.claim_term(term(3))
+    await require_restored(by_coordinator, contents)  # though a cluster has gone on with it
+    await log.append([said(1_000_000)])
+    await archive(nats_connection, tmp_path / "archive")
+    with pytest.raises(LogDamaged, match=rf"entry {fence.seq} of the event log is another than the one that the arch"):
+        await require_restored(by_coordinator, survey(tmp_path / "archive", None))
 
 
 async def test_log_with_entries_is_not_overwritten(

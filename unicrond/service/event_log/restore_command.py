@@ -175,7 +175,7 @@ async def _on_our_server(
             await server.stop()
             await _up(server, has_head)
             async with _connected(server.url, login) as target:
-                await restoration.require_whole(target, contents)
+                await restoration.require_restored(target, contents)
                 return await _remark(config, target)
         except ServerError as error:
             raise LogError(f"nats-server: {error}") from None
