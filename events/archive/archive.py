@@ -73,8 +73,8 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
     newest = newest_archived(directory)
     if newest is None or newest.seq < before:
         raise CannotTrim(f"{directory}: holds nothing of the stream; archive first")
-    server_now = datetime.fromisoformat(info["ts"])
-    cut = await _newest_older_than(connection, info, server_now.timestamp() - keep_s)
+    limit_s = _server_now_s(info) - keep_s
+    cut = await _newest_older_than(connection, info, limit_s)
     if cut > newest.seq:
         raise CannotTrim(f"{directory}: ends with entry {newest.seq}, which is newer than entry {cut}; archive first")
     if cut < before:
@@ -85,7 +85,9 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
             f"the coordinator's term began with entry {term_seq}, and must stay; restart the coordinator, or keep more"
         )
     await asyncio.to_thread(_read_back, directory, before - 1, cut)
-    await _set_limit(connection, info, int(keep_s * NANOS))
+    info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+    # What has grown old while it was read back, the term's claim perhaps, was not looked at, and stays.
+    await _set_limit(connection, info, int((_server_now_s(info) - limit_s) * NANOS))
     try:
         async with asyncio.timeout(_WAIT_S):
             while int(info["state"]["first_seq"]) <= cut:
@@ -166,6 +168,11 @@ async def clear_age_limit(connection: Connection) -> dict[str, Any]:
         await end_trim(connection, EVENT_STREAM, info["config"])
         info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
     return info
+
+
+def _server_now_s(info: dict[str, Any]) -> float:
+    """Return the server's time when it gave this information, seconds since the epoch."""
+    return datetime.fromisoformat(info["ts"]).timestamp()
 
 
 async def _set_limit(connection: Connection, info: dict[str, Any], age_ns: int) -> None:
