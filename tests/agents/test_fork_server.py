@@ -62,7 +62,7 @@ def test_fork_server_greets_agent_with_inventory_and_store(fork_server: ForkServ
     inventory = agent().inventory()
     assert {"cp", "etp"} <= set(inventory.degrees)
     assert inventory.workers == ()
-    socket.create_connection(("127.0.0.1", inventory.store_port), timeout=5).close()
+    socket.create_connection(("127.0.0.1", inventory.store_port), timeout=30).close()
 
 
 def test_worker_starts_with_clean_process_state(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
@@ -180,7 +180,7 @@ def test_fork_server_fences_itself_without_agent(fork_server: ForkServers, agent
     pids = [born(side, spawn(run_dir, f"a.{number}", "sleep")) for number in (1, 2)]
     pids += children(server.pid)
     side.close()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     assert all(has_ended(pid, 0) for pid in pids), "it ends after its children"
     assert "no agent for 0.3 s" in server.log()
 
@@ -199,7 +199,7 @@ def test_fork_server_binds_unlinked_socket_again(
         first.close()
         assert eventually(lambda: "the agent is gone" in server.log())
         (run_dir / "fork.sock").unlink()
-    assert eventually((run_dir / "fork.sock").exists, within_s=5)
+    assert eventually((run_dir / "fork.sock").exists, within_s=30)
     assert [entry.pid for entry in agent().inventory().workers] == [pid], "its workers live, and are adopted"
     assert "fork.sock was gone: bound it again" in server.log()
 
@@ -220,7 +220,7 @@ def test_fork_server_ends_with_all_children(fork_server: ForkServers, agent: Age
         side.send(Retire())
     else:
         os.kill(server.pid, signal.SIGTERM)
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     assert all(has_ended(pid, 0) for pid in pids)
     assert not (run_dir / "fork.sock").exists()
 
@@ -232,18 +232,18 @@ def test_kernel_ends_workers_of_killed_fork_server(fork_server: ForkServers, age
     theirs = children(server.pid)
     assert len(theirs) == 2, "a worker and the store"
     os.kill(server.pid, signal.SIGKILL)
-    assert all(has_ended(pid, 5) for pid in theirs)
+    assert all(has_ended(pid) for pid in theirs)
 
 
 def test_store_is_replaced_on_same_port(fork_server: ForkServers, agent: Agents) -> None:
     server = fork_server()
     port = agent().inventory().store_port
     (store,) = children(server.pid)
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as first:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as first:
         assert first.recv(1) == b"!"
         os.kill(store, signal.SIGKILL)
         assert first.recv(1) == b"", "the store has died"
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as second:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as second:
         assert second.recv(1) == b"!"
 
 
@@ -260,7 +260,7 @@ def test_second_fork_server_in_directory_is_refused(fork_server: ForkServers, ag
     fork_server()
     second = ForkServerProcess(run_dir)
     assert not second.is_ready
-    assert second.process.wait(10) == 3
+    assert second.process.wait(60) == 3
     assert agent().inventory().workers == ()
 
 

@@ -195,7 +195,7 @@ async def test_agent_waits_for_adoption_while_workers_train(
     anew = Coordinator(nats_connection)
     joined = await anew.until(NodeJoined)
     assert joined.workers == ()
-    assert has_ended(pid, 10)
+    assert has_ended(pid)
     assert "a person has taken it, and this agent begins anew there" in agent.log()
     assert not any(isinstance(e.envelope.event, StepCommitted) for e in anew.seen[before:])
     await anew.entries.aclose()

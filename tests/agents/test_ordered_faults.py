@@ -161,8 +161,8 @@ async def test_killed_node_returns_and_ignores_order(agent: AgentProcess, coordi
     order = await coordinator.command(
         lambda id: InjectFault(command_id=id, node="n1", epoch=1, injection="f1", fault=Fault(kind="kill"))
     )
-    assert agent.process.wait(10) == -signal.SIGKILL
-    assert all(has_ended(pid, 5) for pid in theirs)
+    assert agent.process.wait(60) == -signal.SIGKILL
+    assert all(has_ended(pid) for pid in theirs)
     agent.start()
     assert (await coordinator.until(WorkerExited)).worker == "a.1"
     await coordinator.until(CommandApplied, command_id=order)

@@ -35,7 +35,7 @@ class Shown:
         self.text += text
 
     def until(self, text: bytes) -> None:
-        ends_s = time.monotonic() + 10
+        ends_s = time.monotonic() + 60
         while text not in self.text:
             assert time.monotonic() < ends_s, self.text
             time.sleep(0.01)

@@ -161,7 +161,7 @@ def test_killed_preloader_takes_no_worker(
     second = born(side, run_dir, order(run_dir, "a.2", checkout))
     assert second["preloaded by"] != first["preloaded by"]
     os.kill(server.pid, signal.SIGKILL)
-    assert all(has_ended(pid, 5) for pid in (first["pid"], second["pid"], second["preloaded by"]))
+    assert all(has_ended(pid) for pid in (first["pid"], second["pid"], second["preloaded by"]))
 
 
 def test_lying_preloader_is_ended(fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path) -> None:

@@ -202,7 +202,7 @@ def test_lingering_process_ends_with_its_worker(
     born(side, order(run_dir, "a.1", "linger", user(ALICE), {}))
     side.next(ProcessExited)
     lingering = int(log_of(run_dir, "a.1").read_text())
-    assert has_ended(lingering, 5), "a session of its own is no way out of a cgroup"
+    assert has_ended(lingering), "a session of its own is no way out of a cgroup"
     assert eventually(lambda: not (cgroup / "a.1").exists())
 
 
@@ -214,14 +214,14 @@ def test_new_fork_server_ends_leftover_processes(
     (cgroup / "a.9" / "cgroup.procs").write_text(str(left.pid))
     fork_server("--separate", f"--cgroup={cgroup}", flags=FLAGS)
     agent().inventory()
-    assert left.wait(5) == -signal.SIGKILL
+    assert left.wait(30) == -signal.SIGKILL
 
 
 def test_worker_of_other_user_dies_with_fork_server(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--separate", flags=FLAGS)
     pid = born(agent(), order(run_dir, "a.1", "wait", user(ALICE), {}))
     os.kill(server.pid, signal.SIGKILL)
-    assert has_ended(pid, 5), "a change of user makes the kernel forget it: it was asked again"
+    assert has_ended(pid), "a change of user makes the kernel forget it: it was asked again"
 
 
 def without_root(fork_server: ForkServers, agent: Agents, run_dir: Path) -> tuple[ForkServerProcess, AgentSide]:

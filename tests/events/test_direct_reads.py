@@ -116,5 +116,5 @@ async def test_lost_connection_ends_a_read(links: Links) -> None:
     await asyncio.sleep(0)
     await session.close()
     with pytest.raises(NoReply):
-        await asyncio.wait_for(waiting, 2)
+        await asyncio.wait_for(waiting, 30)
     await reads.close()

@@ -389,7 +389,7 @@ async def _own_reply(_: Site, client: Client) -> None:
     """To oneself, with the victim's subject as the one to reply to; with allow_responses that would be a right."""
     heard = await client.subscribe("unicron.v1.beat.n1")
     await client.publish("unicron.v1.beat.n1", b"x", reply=VICTIMS["a command to n2"])
-    message = await heard.next_msg(timeout=5)
+    message = await heard.next_msg(timeout=30)
     await client.publish(message.reply, encode(command("n2", 8)))
     await client.flush()
     await heard.unsubscribe()

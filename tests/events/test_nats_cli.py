@@ -128,7 +128,7 @@ async def test_streams_and_consumers_have_descriptions(head: Head) -> None:
     assert "n1: its commands" in named.pop("agent-n1")["description"]
     [(name, config)] = named.items()
     assert name.startswith(READS) and config["description"].startswith("operator reads here")
-    for _ in range(200):  # the reader has gone, and its consumer goes with it
+    for _ in range(1_000):  # the reader has gone, and its consumer goes with it
         if [each["name"] for each in await consumers_of(head.operator, EVENT_STREAM)] == ["agent-n1"]:
             break
         await asyncio.sleep(0.05)

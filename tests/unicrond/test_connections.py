@@ -84,7 +84,7 @@ async def test_api_answers_beside_more_half_requests_than_connections() -> None:
     async with site(most=8) as api, AsyncExitStack() as stack:
         readers = [await half(api.port, stack) for _ in range(40)]
         assert await ask(api.port) == (200, "fast")
-        assert await asyncio.wait_for(readers[0].read(), 5) == b"", "the oldest is closed"
+        assert await asyncio.wait_for(readers[0].read(), 30) == b"", "the oldest is closed"
         assert api.connections.closed_for_room >= 32
         assert [alarm.key for alarm in api.connections.alarms()] == ["api-crowded"]
         assert api.connections.count() <= 8
@@ -113,7 +113,7 @@ async def test_request_in_work_is_never_closed_for_room() -> None:
         await api.entered.acquire()
         await api.entered.acquire()
         refused = await half(api.port, stack)
-        answer = await asyncio.wait_for(refused.read(), 5)
+        answer = await asyncio.wait_for(refused.read(), 30)
         assert answer.startswith(b"HTTP/1.1 503 ") and b"all connections are busy" in answer
         api.connections.close_late()
         api.release.set()
@@ -127,7 +127,7 @@ async def test_handshakes_that_do_not_end_count(tmp_path: Path) -> None:
     async with site(most=8, head_s=1.0, context=context) as api, AsyncExitStack() as stack:
         readers = [await half(api.port, stack, data) for data in (b"", b"\x16\x03\x01") for _ in range(10)]
         assert await ask(api.port, trusted=trusted) == (200, "fast")
-        assert await asyncio.wait_for(readers[0].read(), 5) == b"", "the oldest is closed"
+        assert await asyncio.wait_for(readers[0].read(), 30) == b"", "the oldest is closed"
         assert 8 >= api.connections.count() > 0
         assert await asyncio.wait_for(readers[-1].read(), 10) == b"", "a handshake does not come within head_s"
 
@@ -140,7 +140,7 @@ async def test_refused_handshake_is_closed_and_a_client_that_goes_counts_no_more
         slow = asyncio.create_task(ask(api.port, "/slow", trusted))
         await api.entered.acquire()
         refused = await half(api.port, stack)
-        assert await asyncio.wait_for(refused.read(), 5) == b""
+        assert await asyncio.wait_for(refused.read(), 30) == b""
         api.release.set()
         assert await slow == (200, "slow")
         await half(api.port, stack, HALF)  # no handshake at all: asyncio ends it
@@ -150,7 +150,7 @@ async def test_refused_handshake_is_closed_and_a_client_that_goes_counts_no_more
 async def test_answer_that_is_written_is_the_last_to_go() -> None:
     async with site(most=4) as api, AsyncExitStack() as stack:
         reader = await half(api.port, stack, b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         assert b"Content-Length: %d" % LARGE in head
         for _ in range(12):
             await half(api.port, stack)
@@ -173,7 +173,7 @@ async def test_address_with_most_that_wait_pays() -> None:
             await half(api.port, stack)
         writer.write(HALF + b"Connection: close\r\n\r\n")
         await writer.drain()
-        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 404 ")
+        assert (await asyncio.wait_for(reader.read(), 30)).startswith(b"HTTP/1.1 404 ")
 
 
 def test_process_keeps_descriptors_for_its_log() -> None:

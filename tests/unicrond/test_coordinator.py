@@ -148,13 +148,13 @@ async def test_new_coordinator_fences_predecessor() -> None:
     log = MemoryLog()
     old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
-    await asyncio.wait_for(old.live.wait(), 5)
+    await asyncio.wait_for(old.live.wait(), 30)
     async with running(log) as new:
         assert new.state.term == 2
         await log.append([observation(joined(), 1)])
         # Both see the node; only one may decide, the other finds that out when it tries.
         with pytest.raises(Fenced):
-            await asyncio.wait_for(running_old, 5)
+            await asyncio.wait_for(running_old, 30)
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
     plans = [e async for e in log.read(until_seq=await log.last_seq())]
     assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, RecordedEvent)) == 1
@@ -164,7 +164,7 @@ async def test_coordinator_stops_before_deciding_in_newer_term() -> None:
     log = MemoryLog()
     old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
-    await asyncio.wait_for(old.live.wait(), 5)
+    await asyncio.wait_for(old.live.wait(), 30)
     await log.claim_term(
         Envelope(
             producer="coordinator",
@@ -176,7 +176,7 @@ async def test_coordinator_stops_before_deciding_in_newer_term() -> None:
         )
     )
     with pytest.raises(Fenced):
-        await asyncio.wait_for(running_old, 5)
+        await asyncio.wait_for(running_old, 30)
     assert await log.last_seq() == 2
 
 

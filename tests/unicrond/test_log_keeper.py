@@ -157,7 +157,7 @@ async def test_keeper_restarts_server_only_if_store_has_room(tmp_path: Path, cap
         with caplog.at_level(logging.WARNING, logger="unicrond"):
             watching = asyncio.create_task(keeper.run())
             try:
-                await asyncio.wait_for(server.stopped.wait(), 0.3 if not ended else 5)
+                await asyncio.wait_for(server.stopped.wait(), 0.3 if not ended else 30)
             except TimeoutError:
                 assert not ended
             finally:

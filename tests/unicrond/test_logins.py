@@ -24,7 +24,8 @@ from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, rea
 from unicrond.events.trust.logins import BadLogin, Role, User
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.intake.config import ApiConfig, Config, ConfigError, NatsConfig, check, login_as
-from unicrond.service.event_log.consumers import BEAT_WAIT_S, Consumers, following
+from unicrond.service.event_log import consumers as consumers_module
+from unicrond.service.event_log.consumers import Consumers, following
 from unicrond.service.trust.node_logins import RoleLogins, expired, migration_line, next_change_us, remember, remembered
 
 SPEC = v.TaskSpec(name="a")
@@ -313,7 +314,9 @@ def test_node_follows_its_tasks() -> None:
     assert set(following(replace(state, tasks=tasks)).values()) == {frozenset()}
 
 
-async def test_consumer_of_known_node_waits_for_its_beat(nats_connection: Connection) -> None:
+async def test_consumer_of_known_node_waits_for_its_beat(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its past may be long. A node that never joined has none, and a start waits for nothing."""
     log = Log()
     for node in ("n1", "n2", "n3"):
@@ -322,9 +325,10 @@ async def test_consumer_of_known_node_waits_for_its_beat(nats_connection: Connec
         log.say(joined(node), node)
     read: dict[str, int] = {}
     consumers = Consumers(nats_connection, lambda: log.state, lambda node: read.get(node, 0))
+    monkeypatch.setattr(consumers_module, "BEAT_WAIT_S", 600.0)
     looking = asyncio.create_task(consumers.run())
     try:
-        async with asyncio.timeout(BEAT_WAIT_S):
+        async with asyncio.timeout(60):
             await until_exist(nats_connection, {"agent-n3"})
             await consumers.before([v.StartWorkers(node="n2", epoch=1, command_id="1.1.n2.1", spec=SPEC, starts=())])
             await until_exist(nats_connection, {"agent-n2", "agent-n3"})
@@ -333,8 +337,9 @@ async def test_consumer_of_known_node_waits_for_its_beat(nats_connection: Connec
         info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
         assert info["config"]["opt_start_seq"] == 8
         read["n1"] = 0
+        monkeypatch.undo()
         await api(nats_connection, f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n1", {})
-        async with asyncio.timeout(4 * BEAT_WAIT_S):  # an agent of an older version may say nothing of it
+        async with asyncio.timeout(60):  # an agent of an older version may say nothing of it
             await until_exist(nats_connection, {"agent-n1", "agent-n2", "agent-n3"})
     finally:
         looking.cancel()

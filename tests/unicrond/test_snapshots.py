@@ -199,7 +199,7 @@ async def test_coordinator_writes_snapshot_at_interval() -> None:
         for turn in range(4):
             store.tried.clear()
             await chatter(log, turn * 60 + 1, 60)
-            await asyncio.wait_for(store.tried.wait(), 5)
+            await asyncio.wait_for(store.tried.wait(), 30)
     assert store.body is not None
     state, mark, _ = decode_snapshot(store.body)
     assert mark.seq >= 200 and state.seq == mark.seq
@@ -212,7 +212,7 @@ async def test_absent_store_never_stops_coordinator(caplog: pytest.LogCaptureFix
         for turn in range(2):
             store.tried.clear()
             await chatter(log, turn * 6 + 1, 6)
-            await asyncio.wait_for(store.tried.wait(), 5)
+            await asyncio.wait_for(store.tried.wait(), 30)
     assert caplog.text.count("could not write a snapshot of entry") == 2
 
 

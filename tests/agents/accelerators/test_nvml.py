@@ -77,8 +77,8 @@ def test_nvml_event_carries_gpu_and_recovery_action(library: Library) -> None:
     driver = NvmlDriver(["1", "0"])
     library.events.put((0, 79))
     library.events.put((1, 154))
-    assert driver.wait(5.0) == (1, XidEvent(code=79))
-    assert driver.wait(5.0) == (0, XidEvent(code=154, action="drain"))
+    assert driver.wait(30.0) == (1, XidEvent(code=79))
+    assert driver.wait(30.0) == (0, XidEvent(code=154, action="drain"))
     assert driver.wait(0.01) is None
 
 
