@@ -50,14 +50,12 @@ install: $(STAMP)
 
 # Nothing without its hash. torch's build for the CPU is taken where pip finds it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS),
 # else the index's build, with what it needs of CUDA.
-# pip would compile on one core. (A few files of torch and others are not Python of this version.)
 $(STAMP): pyproject.toml $(wildcard deploy/locks/*)
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("unicrond needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	deploy/locks/install $(VENV) torch-cpu || deploy/locks/install $(VENV) cuda
 	deploy/locks/install $(VENV) all
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(STAMP)
 
 demo: $(STAMP)

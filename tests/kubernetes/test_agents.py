@@ -22,7 +22,7 @@ TOLD = ("NodeLeaving", "NodeLost", "WorkerExited", "ErrorReported", "NodeJoined"
 async def test_overlay_daemonset_is_ready(whole_cluster: Cluster, record: Record) -> None:
     if whole_cluster.overlay:
         whole_cluster.tear_down()
-    whole_cluster.make_volumes()
+    whole_cluster.make_volumes("daemonset")
     ready_s = await asyncio.to_thread(whole_cluster.set_up, "daemonset")
     began_s = time.monotonic()
     await whole_cluster.train()

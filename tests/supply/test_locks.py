@@ -108,7 +108,8 @@ def test_installation_refuses_file_of_another_hash(tmp_path: Path) -> None:
     (locks / "build.txt").write_text("")
     env = tmp_path / "env" / "bin"
     env.mkdir(parents=True)
-    target = tmp_path / "target"
+    target = env.parent / "lib"
+    (env / "python").symlink_to(sys.executable)
     (env / "pip").write_text(
         f'#!/bin/sh\nexec {sys.executable} -m pip "$@" --no-index --find-links {wheel.parent} --target {target}\n'
     )
@@ -119,6 +120,8 @@ def test_installation_refuses_file_of_another_hash(tmp_path: Path) -> None:
         done = run(locks / "install", env.parent, "some", cwd=tmp_path)
         assert done.returncode == outcome, done.stderr
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
+    # A head or an agent whose user may not write there would compile torch anew at each start.
+    assert [path.name.partition(".")[0] for path in (target / "__pycache__").iterdir()] == ["six"]
 
 
 def test_bill_of_materials_has_servers_that_were_tested() -> None:
