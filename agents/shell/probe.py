@@ -5,6 +5,8 @@ Rules
 * The running agent answers on a socket in its run directory: no port has to be open, and an agent that hangs gives no
   answer. `live` is any answer. `ready`: the node has joined, its fork server serves, NATS lets the agent in.
 * So an outage of NATS takes readiness away and never liveness: a restart would repair nothing and cost the workers.
+* Until the answer is yes it is asked again, for 3 s: an agent that starts is ready at once, and not at the next probe,
+  five seconds later.
 * A probe runs every few seconds: this module imports next to nothing.
 """
 
@@ -15,6 +17,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 KINDS = ("live", "ready")
 #: Less than a kubelet allows a probe, if its timeoutSeconds is 5.
 TIMEOUT_S = 4.0
+#: So long a probe asks again.
+PATIENCE_S, AGAIN_S = 3.0, 0.1
 _ANSWER_BYTES = 4096
 
 
@@ -66,6 +71,25 @@ def ask(path: Path, timeout_s: float = TIMEOUT_S) -> Condition:
     return Condition(bool(fields["is_ready"]), str(fields["status"]))
 
 
+def ask_until(path: Path, is_enough: Callable[[Condition], bool], patience_s: float = PATIENCE_S) -> Condition:
+    """Return the agent's first answer that is enough, or its last one within `patience_s`. Raise as `ask` does where
+    none answers until then; TimeoutError at once, which has taken longer."""
+    end_s = time.monotonic() + patience_s
+    while True:
+        is_last = time.monotonic() >= end_s
+        try:
+            condition = ask(path)
+        except TimeoutError:
+            raise
+        except OSError:  # none serves yet, or another one is about to
+            if is_last:
+                raise
+        else:
+            if is_last or is_enough(condition):
+                return condition
+        time.sleep(AGAIN_S)
+
+
 def is_asked(argv: Sequence[str]) -> bool:
     """Return whether a command line is a probe's."""
     return COMPLETE_VARIABLE not in os.environ and any(word.partition("=")[0] == "--probe" for word in argv)
@@ -90,7 +114,7 @@ def _probe(argv: Sequence[str] | None) -> int:
         return fail("unicron-agent", "--probe: give --run-dir or --node, as to the agent", 2)
     run_dir = arguments.run_dir or default_run_dir(arguments.node)
     try:
-        condition = ask(run_dir / PROBE_SOCKET)
+        condition = ask_until(run_dir / PROBE_SOCKET, lambda answer: arguments.probe == "live" or answer.is_ready)
     except TimeoutError:
         return fail("unicron-agent", f"the agent in {run_dir} does not answer within {TIMEOUT_S:g} s")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,28 @@ def _status(run_dir: Path) -> str:
         return probe.ask(run_dir / PROBE_SOCKET).status
     except OSError:
         return ""
+
+
+async def test_probe_of_agent_that_starts_waits_for_it(run_dir: Path) -> None:
+    """A kubelet asks every five seconds: an agent that is ready in between would wait for the next time."""
+    with ThreadPoolExecutor() as pool:
+        path, is_ready = run_dir / PROBE_SOCKET, [False]
+        answer = asyncio.wrap_future(pool.submit(probe.ask_until, path, lambda condition: condition.is_ready, 60.0))
+        asked = asyncio.Event()
+
+        def condition() -> probe.Condition:
+            asked.set()
+            return probe.Condition(is_ready[0], "joined")
+
+        server = await probe.serve(path, condition)
+        await asyncio.wait_for(asked.wait(), 20)
+        assert not answer.done(), "an answer that is not enough"
+        is_ready[0] = True
+        assert (await asyncio.wait_for(answer, 20)).is_ready
+        server.close()
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            probe.ask_until(path, lambda _: True, 0.2)
 
 
 def test_probe_needs_directory_and_loads_no_agent(run_dir: Path) -> None:
