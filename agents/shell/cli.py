@@ -55,7 +55,7 @@ from unicrond.events.cli.exit_codes import (
 from unicrond.events.cli.shared_flags import add_login, shared
 from unicrond.events.host import daemon_log as log_lines
 from unicrond.events.host import optional_dependencies as extras
-from unicrond.events.host.init_process import InitProcess
+from unicrond.events.host.init_process import InitProcess, fork
 from unicrond.events.host.kubernetes_account import ACCOUNT_DIR, in_cluster_url
 from unicrond.events.trust.keys import read_key
 from unicrond.events.trust.logins import agent_login
@@ -377,19 +377,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command_line.run("unicron-agent", lambda: _run(argv))
 
 
-def _supervise(argv: Sequence[str]) -> int:
-    """Keep an agent running in a process of its own; return the exit code of the last one."""
-    # -P: no module of the working directory stands in for one of the environment's
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "unicrond.agents.shell.cli",
-        *(word for word in argv if word != "--supervise"),
-    ]
-    variable = variables.prefix("unicron-agent") + "SUPERVISE"
-    environ = {name: value for name, value in os.environ.items() if name != variable}
-    start = partial(os.posix_spawn, sys.executable, command, environ)
+def _supervise(options: Options) -> int:
+    """Keep an agent running in a process of its own; return the exit code of the last one. Each is a fork of this
+    process, which has imported and parsed all that it needs."""
+    start = partial(fork, partial(command_line.run, "unicron-agent", partial(_serve, options)))
     return InitProcess(start, restarts=_RESTARTS, within_s=_RESTARTS_WITHIN_S, last=_NOT_AGAIN).run()
 
 
@@ -402,8 +393,11 @@ def _run(argv: Sequence[str] | None) -> int:
     extras.require("unicron-agent", "node")
     if options.only_checks:
         return _check(options)
-    if options.supervise:
-        return _supervise(sys.argv[1:] if argv is None else argv)
+    return _supervise(options) if options.supervise else _serve(options)
+
+
+def _serve(options: Options) -> int:
+    """Run the agent until it ends; return its exit code. Raise UsageError."""
     import uvloop
 
     from unicrond.events.trust.certificates import BadCertificate

@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -85,6 +86,27 @@ class InitProcess:
         if self._child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child, number)
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Start a child that does `work` and ends with its code; return its pid. It has all that this process has imported,
+    and takes signals as a new program would. The process must have one thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # none may be taken by a handler of this process' in the child
+    try:
+        if pid := os.fork():
+            return pid
+        for number in _PASSED_ON:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    code = 1
+    try:
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def step_aside() -> None:

@@ -51,6 +51,11 @@ def children(pid: int) -> list[int]:
         return []
 
 
+def command_of(pid: int) -> str:
+    """With which words a process was started; a fork has its parent's."""
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def eventually(condition: Callable[[], object], within_s: float = TIMEOUT_S) -> bool:
     """Whether the condition comes true. For what nothing tells of, such as the birth of another's child."""
     deadline_s = time.monotonic() + within_s

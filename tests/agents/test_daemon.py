@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.agents.node import decision, part
-from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
+from tests.agents.processes import LIGHT, TIMEOUT_S, children, command_of, environment, has_ended, kill
 from tests.other_users import USER, needs_root, opened
 from unicrond.agents.protocol.marks import Marker
 from unicrond.events.cli.exit_codes import FORGOTTEN
@@ -553,6 +553,7 @@ async def test_supervisor_restarts_agent_that_adopts(
         await coordinator.until(NodeJoined)
         await coordinator.trained("a.1")
         (child,) = [pid for pid in children(agent.process.pid) if pid != agent.fork_server()]
+        assert command_of(child) == command_of(agent.process.pid), "no fork: it imports all anew"
         begun = time.monotonic()
         kill(child)
         joined = await coordinator.until(NodeJoined)

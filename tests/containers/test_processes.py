@@ -19,9 +19,9 @@ Record = Callable[..., None]
 ENDS = ("WorkerExited", "ErrorReported", "NodeJoined", "NodeLost")
 
 
-def process_of(pod: Pod, part: str) -> int:
-    """Its id outside of the container."""
-    return next(pid for pid, command in pod.box.pids().items() if part in command)
+def agent_of(pod: Pod) -> int:
+    """Its id outside of the container: its first process' youngest fork."""
+    return max(pid for pid, command in pod.box.pids().items() if "--supervise" in command)
 
 
 async def test_dead_agent_restarts_in_living_container(cluster: Cluster, record: Record) -> None:
@@ -36,7 +36,7 @@ async def test_dead_agent_restarts_in_living_container(cluster: Cluster, record:
         boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
         watch = await cluster.watch()
         watch.act()
-        os.kill(process_of(pod, "unicrond.agents.shell.cli"), signal.SIGKILL)
+        os.kill(agent_of(pod), signal.SIGKILL)
         await cluster.until("the next agent", is_up(machine, boot))
         joined.append(watch.told("NodeJoined"))
         said = watch.said("NodeJoined")

@@ -70,6 +70,28 @@ def test_keeper_restarts_killed_child_and_passes_signal_on(tmp_path: Path) -> No
     assert len(pids(tmp_path / "runs", 0)) == 2, "none is started after a signal that asks for the end"
 
 
+def test_child_that_is_forked_takes_signals_as_a_new_program(tmp_path: Path) -> None:
+    """And it has what its keeper has imported: an agent is started, and started again, without a second import."""
+    work = "lambda: runs.open('a').write(f'{os.getpid()}\\n') and signal.pause()"
+    code = f"""
+import os, signal, sys
+from functools import partial
+from pathlib import Path
+from unicrond.events.host.init_process import InitProcess, fork
+runs = Path({str(tmp_path / "runs")!r})
+sys.exit(InitProcess(partial(fork, {work}), restarts=5).run())
+"""
+    keeper = subprocess.Popen([sys.executable, "-c", code])
+    psutil.Process(pids(tmp_path / "runs", 1)[0]).kill()
+    second = pids(tmp_path / "runs", 2)[1]
+    assert psutil.Process(second).cmdline() == psutil.Process(keeper.pid).cmdline()
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(30) == 128 + signal.SIGTERM
+    failing = code.replace(work, "lambda: 1 / 0").replace("restarts=5", "restarts=0")
+    done = subprocess.run([sys.executable, "-c", failing], capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
 def test_keeper_reaps_orphans(tmp_path: Path) -> None:
     orphan = "import os, time\nif os.fork() == 0:\n    os.fork() or os._exit(0)\n    os._exit(0)\n"
     keeper = keep(orphan + CHILD, 0, str(tmp_path / "runs"))
