@@ -104,9 +104,9 @@ class Cluster(Live):
         return self.kubectl("exec", pod, "--", *words)
 
     def pid_inside(self, pod: str, file: str, pattern: str) -> str:
-        """Return the lowest id of a process in a pod whose /proc/PID/`file` has the pattern; "" for none. The image has
-        no ps."""
-        script = f"grep -las '{pattern}' /proc/[0-9]*/{file} | cut -d/ -f3 | sort -n | head -1"
+        """Return the highest id of a process in a pod whose /proc/PID/`file` has the pattern; "" for none. (No ps in
+        the image.)"""
+        script = f"grep -las '{pattern}' /proc/[0-9]*/{file} | cut -d/ -f3 | sort -n | tail -1"
         return self.inside(pod, "sh", "-c", script)
 
     # --- an overlay ------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ class Cluster(Live):
         """The patches: smaller pods, one slot each, and the packages of Python, which are not in the image."""
         mount, volumes = [_DEPENDENCIES_MOUNT], [_DEPENDENCIES_VOLUME]
 
-        def patch(kind: str, name: str, container: dict[str, Any], first: str) -> dict[str, Any]:
+        def patch(kind: str, name: str, container: dict[str, Any]) -> dict[str, Any]:
             spec: dict[str, Any] = {"volumes": volumes, "containers": [{"volumeMounts": mount, **container}]}
-            if overlay != "external-nats":
-                spec["initContainers"] = [{"name": first, "volumeMounts": mount}]
+            if name == "unicron-agent" and overlay != "external-nats":
+                spec["initContainers"] = [{"name": "login", "volumeMounts": mount}]
             return {
                 "apiVersion": "apps/v1",
                 "kind": kind,
@@ -195,11 +195,11 @@ class Cluster(Live):
                 "spec": {"template": {"spec": spec}},
             }
 
-        head = patch("StatefulSet", "unicron-head", {"name": "unicrond", "resources": _HEAD_SIZES}, "tls")
+        head = patch("StatefulSet", "unicron-head", {"name": "unicrond", "resources": _HEAD_SIZES})
         if overlay == "jobset":
             return [head]
         kind = "StatefulSet" if overlay == "statefulset" else "DaemonSet"
-        agent = patch(kind, "unicron-agent", {"name": "agent", "resources": _AGENT_SIZES, "env": _SLOTS}, "login")
+        agent = patch(kind, "unicron-agent", {"name": "agent", "resources": _AGENT_SIZES, "env": _SLOTS})
         return [head, agent]
 
     def set_up(self, overlay: str) -> float:

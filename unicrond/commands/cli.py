@@ -178,6 +178,13 @@ def _add_run(commands: Commands) -> None:
             "skip this entry of the log, from now on and for every reader (docs/operate/recovery.md)",
             type=whole(1),
         ),
+        repeated(
+            "--tls-init",
+            "HOST",
+            "first make a CA and a certificate for HOST and the names of this machine (unicrond tls-init), where "
+            "STATE_DIR/tls has none; for a container",
+            type=_host,
+        ),
         switch("--verbose", "log committed steps too"),
     )
 
@@ -330,18 +337,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from unicrond.commands.logins import nats_config
 
         return nats_config(arguments)
-    if arguments.command in (
-        "run",
-        "archive",
-        "backup",
-        "restore",
-        "enroll",
-        "revoke",
-        "renew-key",
-        "token",
-        "tls-init",
-        "check-config",
-    ):
+    if arguments.command not in ("dev", "demo"):
         return _on_a_log(arguments)
     from unicrond.local import demo, dev
 
@@ -432,6 +428,11 @@ def _serve(arguments: argparse.Namespace, config: Config) -> int:
         config = replace(config, injection=True)
     where = str(arguments.config or "without --config")
     check(config, where)
+    if arguments.tls_init and not config.certificates.cert.exists():
+        from unicrond.commands.tls import complete
+
+        if code := complete(config, arguments.tls_init):
+            return code
     check_certificates(config, where)
     if arguments.standby and not config.nats.url:
         raise command_line.UsageError(

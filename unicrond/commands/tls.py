@@ -77,6 +77,12 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+def complete(config: Config, hosts: list[str]) -> int:
+    """Make what is missing of the CA and the head's certificate, as `tls-init --if-missing` does, for `hosts` and the
+    names that this machine has; return the exit code."""
+    return tls_init(argparse.Namespace(roll=None, if_missing=True, renew=False, host=hosts, days=DAYS), config)
+
+
 def _roll(arguments: argparse.Namespace, config: Config, files: Files, now: datetime) -> int:
     """Carry out a phase of the CA's replacement, and say what comes next; return the exit code."""
     roll = AuthorityRoll(files.ca, ca_key_of(Path(config.state_dir)), files.cert)
