@@ -57,6 +57,26 @@ def manifests(path: Path) -> list[dict[str, Any]]:
     return documents
 
 
+def objects(part: Path) -> list[dict[str, Any]]:
+    """Return the objects of a kustomization: those of its files, and those of another one with its patches, by JSON
+    patch, `$patch: delete`, or a file in the place of an object."""
+    kustomization = yaml.safe_load((part / "kustomization.yaml").read_text())
+    paths = [part / name for name in kustomization["resources"]]
+    documents = [each for path in paths for each in (objects(path) if path.is_dir() else manifests(path))]
+    for each in kustomization.get("patches", ()):
+        if "target" not in each:
+            own = yaml.safe_load((part / each["path"]).read_text() if "path" in each else each["patch"])
+            documents = [document for document in documents if _name(document) != _name(own)]
+            documents += [own] if "$patch" not in own else []
+    for document in documents:
+        patch(document, part)
+    return documents
+
+
+def _name(document: dict[str, Any]) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
 def _holds(path: Path, kind: str) -> bool:
     return path.name != "kustomization.yaml" and f"\nkind: {kind}\n" in path.read_text()
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.containers.rows import END
-from tests.json_patches import manifests, patch
+from tests.json_patches import manifests, objects, patch
 from tests.kubernetes.machine import PROGRAMS, missing
 from tests.kubernetes.rows import BEGIN, table
 from unicrond.agents.shell import cli, pod_login, probe
@@ -37,6 +37,8 @@ def documents() -> Iterator[Any]:
     for path in FILES:
         for number, each in enumerate(manifests(path)):
             yield pytest.param(each, id=f"{path.relative_to(ROOT)}#{number}")
+    for each in PAIR:
+        yield pytest.param(each, id=f"head-external-nats {each['kind']}")
 
 
 def pods(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -53,7 +55,13 @@ def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
 
 
-PODS = [pod for path in FILES for each in manifests(path) for pod in pods(each)]
+PAIR = objects(ROOT / "head-external-nats")  # made of the files of another
+PODS = [pod for each in [*(each for path in FILES for each in manifests(path)), *PAIR] for pod in pods(each)]
+
+
+def head_of(part: str) -> dict[str, Any]:
+    """The StatefulSet of a kind of heads."""
+    return next(each for each in objects(ROOT / part) if each["kind"] == "StatefulSet")
 
 
 @pytest.mark.parametrize("document", [*documents()])
@@ -71,7 +79,7 @@ def test_schema_check_detects_wrong_field() -> None:
 
 
 def test_kustomizations_cover_every_file() -> None:
-    named = set()
+    named = {(ROOT / "head-external-nats" / "config.yaml").resolve()}  # a patch
     for path in KUSTOMIZATIONS:
         for resource in yaml.safe_load(path.read_text())["resources"]:
             found = (path.parent / resource).resolve()
@@ -165,6 +173,14 @@ def test_agents_are_one_template() -> None:
     assert rests[0] == rests[1] == rests[2]
 
 
+def test_pair_of_heads_is_the_one_head_on_other_servers() -> None:
+    kinds = {(each["kind"], each["metadata"]["name"]) for each in PAIR}
+    assert kinds == {("ConfigMap", "unicron"), ("Service", "unicron-head"), ("StatefulSet", "unicron-head")}
+    assert {port["port"] for each in PAIR if each["kind"] == "Service" for port in each["spec"]["ports"]} == {7470}
+    text = str(PAIR)
+    assert "HTTPS" not in text and "4222}" not in text and "tls-init" not in text and "replicas: 3" in text
+
+
 def test_selectors_match_pods() -> None:
     labels = [pod["metadata"]["labels"] for pod in PODS]
     for path in FILES:
@@ -241,7 +257,7 @@ def test_head_remembers_its_log_on_volume(head: str) -> None:
     text = yaml.safe_load((ROOT / head / "config.yaml").read_text())["data"]["unicron.yaml"]
     settings = yaml.safe_load(text)
     state_dir = Path(settings["state_dir"])
-    (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
+    found = head_of(head)
     claims = {claim["metadata"]["name"] for claim in found["spec"]["volumeClaimTemplates"]}
     (container,) = found["spec"]["template"]["spec"]["containers"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims}
@@ -256,7 +272,7 @@ def test_commands_that_restore_log_fit_pods_and_programs() -> None:
     commands = re.findall(pattern, page, re.MULTILINE)
     assert len(commands) == 5
     for head in ("head", "head-external-nats"):
-        (found,) = yaml.safe_load_all((ROOT / head / "statefulset.yaml").read_text())
+        found = head_of(head)
         (container,) = found["spec"]["template"]["spec"]["containers"]
         ours = parser().parse_args(container["args"][1:])
         for pod, words in commands:

@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.containers.image import ROOT, Image
 from tests.containers.oci import Box, Container
-from tests.json_patches import patch
+from tests.json_patches import objects, patch
 from tests.token_reviews import AGENT, TokenReviewThread, account_of_head, extra, review
 from unicrond.events.host.kubernetes_account import ACCOUNT_DIR
 
@@ -57,13 +55,12 @@ def make_network() -> None:
 
 def template(part: str, overlay: str = "") -> dict[str, Any]:
     """The pod template of a part of deploy/kubernetes, with what an overlay changes in it."""
-    for path in (MANIFESTS / part).glob("*.yaml"):
-        for each in yaml.safe_load_all(path.read_text()):
-            if each.get("kind") in ("StatefulSet", "DaemonSet"):
-                if overlay:
-                    patch(each, MANIFESTS / "overlays" / overlay)
-                found: dict[str, Any] = each["spec"]["template"]["spec"]
-                return found
+    for each in objects(MANIFESTS / part):
+        if each["kind"] in ("StatefulSet", "DaemonSet"):
+            if overlay:
+                patch(each, MANIFESTS / "overlays" / overlay)
+            found: dict[str, Any] = each["spec"]["template"]["spec"]
+            return found
     raise AssertionError(f"no pods in {part}")
 
 
