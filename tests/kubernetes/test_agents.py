@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubernetes.cluster import AGENTS, NAMESPACE, Cluster, up_on
-from tests.kubernetes.machine import NODES
+from tests.kubernetes.cluster import NAMESPACE, Cluster, up_on
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
@@ -64,23 +63,6 @@ async def test_evicted_pod_loses_no_work(cluster: Cluster, record: Record) -> No
     )
 
 
-async def test_rolling_updates_lose_no_work(cluster: Cluster, record: Record) -> None:
-    await cluster.train()
-    seconds = []
-    watch = await cluster.watch()
-    watch.act()
-    for _ in range(2):
-        before, began_s = await cluster.boots(), time.monotonic()
-        await cluster.do("rollout", "restart", AGENTS["daemonset"])
-        await asyncio.to_thread(cluster.until_rolled, AGENTS["daemonset"])
-        seconds.append(time.monotonic() - began_s)
-        await watch.whole(also=up_on(*NODES, boots=before))
-    record(
-        "`kubectl rollout restart` of the DaemonSet, twice in a row",
-        f"{seconds[0]:.0f} s and {seconds[1]:.0f} s (3 x 10 s of each are `minReadySeconds`); {await watch.clean()}",
-    )
-
-
 async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, record: Record) -> None:
     state = await cluster.train()
     (pid,) = (worker.pid for worker in state.tasks["big"].workers.values() if worker.node == "n1")
@@ -93,7 +75,7 @@ async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, r
     await cluster.train()
     before, watch = await cluster.boots(), await cluster.watch()
     pod = cluster.pod_on("n1")
-    agent = cluster.pid_inside(pod, "cmdline", "[a]gents.shell.cli")
+    agent = cluster.pid_inside(pod, "cmdline", "[-]-supervise")
     assert agent, "no agent runs there"
     watch.act()
     await asyncio.to_thread(cluster.inside, pod, "sh", "-c", f"kill -9 {agent}")
