@@ -211,7 +211,9 @@ def fold_times(rounds: Rounds) -> dict[str, float]:
         ),
         "fold SnapshotStored": rounds.of_member(lambda t, m: v.SnapshotStored(node=m.node, task=t, **kept)),
         "fold WorkerExited": rounds.of_member(
-            lambda t, m: v.WorkerExited(node=m.node, task=t, worker=m.worker, exit_code=None, signal=9, expected=False)
+            lambda t, m: v.WorkerExited(
+                node=m.node, task=t, worker=m.worker, exit_code=None, signal=9, is_expected=False
+            )
         ),
         "fold NodeLost": rounds.folds(lost),
     }
@@ -273,7 +275,7 @@ class Fault:
         place = {"node": victim.node, "task": task, "worker": victim.worker}
         report = {"generation": 1, "iteration": 7, "phase": "reduce", "message": "connection closed by peer"}
         self.say(victim.node, v.ErrorReported(**place, kind="process_exit", **{**report, "message": "SIGKILL"}))
-        self.say(victim.node, v.WorkerExited(**place, exit_code=None, signal=9, expected=False))
+        self.say(victim.node, v.WorkerExited(**place, exit_code=None, signal=9, is_expected=False))
         members = self.cluster.members[task]
         for rank, one in enumerate(members):
             if one is not victim and _reports_at_once(rank, len(members)):
@@ -306,7 +308,7 @@ class Fault:
         entry = RecordedEvent(entry.seq, entry.recorded_at_us, decode(body))
         self.cluster.state = fold(self.cluster.state, entry)
         self._spent(type(event).__name__, began_ns)
-        if self.cluster.state.quarantined or self.cluster.state.inert:
+        if self.cluster.state.quarantined_messages or self.cluster.state.inert:
             raise SystemExit(f"not folded: {event}")
 
     def _decide(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.benchmarks.scale import Cluster
+from tests.benchmarks.scale import Cluster, measure
 from tests.golden.regenerate import example
 from unicrond.core import fold as folding
 from unicrond.core import own_decisions
@@ -192,3 +192,8 @@ def test_quadratic_mutant_is_caught(
     producer = "liar" if isinstance(event, v.NodeJoined) else "api"
     mutant(monkeypatch)
     assert story in excess(state, event, producer)[1]
+
+
+def test_benchmark_of_scale_runs() -> None:
+    """Between two of its runs months may pass, in which events and parts of the state get other names."""
+    assert measure(nodes=40, rounds=2)["fold StepCommitted"] > 0

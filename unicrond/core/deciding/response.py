@@ -98,7 +98,7 @@ def respond(batch: DecisionBatch) -> None:
     for incident in symptoms:
         if not any(broken.get(task) == generation for task, generation in incident.generations.items()):
             _give_up(batch, incident)
-    for task in survey.active:
+    for task in survey.troubled:
         if reason := failure_reason(state, task, policy):
             batch.add(v.TaskFailed(task=task.name, reason=reason))
     for node, reason in isolations(survey):
@@ -220,7 +220,7 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
     """Yield the nodes to isolate, each with the reason: those that return from loss too often, have SEV1 incidents or
     are proven at fault, if others remain; and those that are expected to fail, if they can be spared."""
     state, policy = survey.state, survey.policy
-    faults = [fault for task in state.active for fault in _faulty_nodes(survey, task)]
+    faults = [fault for task in survey.troubled for fault in _faulty_nodes(survey, task)]
     faults += local_faults.accused_nodes(state)
     if not _has_other_node(state, {node for node, _ in faults}):
         faults = []

@@ -199,7 +199,7 @@ def replica_stands_still(task: Task) -> bool:
     """Return whether ranks of one replica are late on several nodes, none of them stopped or busy, and the links were
     not probed since the last step: they wait for each other where nobody counts collectives."""
     suspicions, probing, membership = task.group.suspicions, task.group.probing, task.membership
-    if membership is None or probing.iteration == task.progress.iteration:
+    if not suspicions or membership is None or probing.iteration == task.progress.iteration:
         return False  # by iterations, for the log's clock may stand still
     nodes: dict[int, set[str]] = {}
     for name, report in suspicions.items():

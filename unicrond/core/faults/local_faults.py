@@ -133,6 +133,8 @@ def nodes_to_check(state: ClusterState) -> Iterator[tuple[str, str]]:
 
 def _of_nodes(state: ClusterState, task: Task) -> Iterator[tuple[str, LocalFault]]:
     """Yield the refuted faults of the last hour that speak against their nodes, and not against the program."""
+    if not task.troubles.local_faults:
+        return
     since_us = state.now_us - TOGETHER_US
     places = {node for node, at_us in task.troubles.convictions_us.items() if at_us >= since_us}
     for node, fault in task.troubles.local_faults.items():

@@ -13,6 +13,7 @@ from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.state.task_parts import (
     CALM_ITERATIONS,
+    NO_TROUBLES,
     TIMINGS_MAX,
     UNPLAIN_MAX,
     WARM_UP,
@@ -34,7 +35,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     if not task.progress.committed_generation <= event.generation <= generation or is_forgotten(task, event):
         return state
     # Nine of ten events are steps: parts that rarely change are compared first, and only rebuilt where they do.
-    newest = event.generation == generation
+    newest, troubled = event.generation == generation, task.troubles is not NO_TROUBLES
     formed_after = min(group.formed_after, event.first - 1) if newest else group.formed_after  # after a rollback
     calm = newest and event.last - formed_after >= CALM_ITERATIONS
     if event.first <= task.progress.iteration:
@@ -44,7 +45,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
         progress=_progress(task.progress, event, state.now_us),
         pace=_pace(task.pace, event, newest=newest),
         group=_group(group, event, formed_after, calm=calm),
-        troubles=_troubles(task, event, state.now_us, newest=newest, calm=calm),
+        troubles=_troubles(task, event, state.now_us, newest=newest, calm=calm) if troubled else task.troubles,
     )
     if task.troubles.proof is not None:
         task = proofs.after_commit(state, task, event)

@@ -52,19 +52,16 @@ def _own_word(_task: Task, _event: v.Observation) -> str:
 
 
 def _lead_of_steps(task: Task, event: v.StepCommitted) -> str:
-    if not task.progress.committed_generation <= event.generation <= task.generation or is_forgotten(task, event):
-        return ""  # outdated, and without effect
-    return _unless_lead(task, event, event.generation)
+    refusal = _unless_lead(task, event, event.generation)
+    is_current = task.progress.committed_generation <= event.generation <= task.generation
+    return refusal if refusal and is_current and not is_forgotten(task, event) else ""  # outdated: without effect
 
 
 def is_forgotten(task: Task, event: v.StepCommitted) -> bool:
     """Return whether the step is of a generation whose lead the state no longer knows: so many have followed it without
     a commit (LEADS_MAX). Whether its worker led it nobody can tell, so its word changes nothing and is no lie."""
-    return _forgets_leads(task) and event.generation < task.group.leads[0].generation
-
-
-def _forgets_leads(task: Task) -> bool:
-    return len(task.group.leads) == LEADS_MAX
+    leads = task.group.leads
+    return len(leads) == LEADS_MAX and event.generation < leads[0].generation
 
 
 def _lead_of_end(task: Task, event: v.TaskCompleted) -> str:
@@ -72,7 +69,7 @@ def _lead_of_end(task: Task, event: v.TaskCompleted) -> str:
     if task.status is not TaskStatus.ACTIVE or (worker is not None and not worker.alive):
         return ""  # outdated, and without effect: see `leads_end`
     refusal = _unless_lead(task, event, task.progress.committed_generation)
-    return "" if _forgets_leads(task) and not task.is_member(event.worker) else refusal
+    return "" if len(task.group.leads) == LEADS_MAX and not task.is_member(event.worker) else refusal
 
 
 def leads_end(task: Task, event: v.TaskCompleted) -> bool:

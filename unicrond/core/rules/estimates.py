@@ -26,8 +26,8 @@ Rules
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from statistics import median_low
 
 from msgspec.structs import replace
@@ -125,20 +125,33 @@ def _asks_for_plan(task: Task, correction: ThroughputCorrected, survey: Survey) 
     assignment = survey.state.plan.assignments.get(task.name)
     if assignment is None or assignment.workers != present:
         return False
-    after = replace(task, pace=evidence.pace_after(task, correction, now_us))
-    curves = survey.throughput(task), throughput(after, survey.linear)
-    most = min(task.spec.max_workers, present + _free_slots(survey, task))
-    before, now = [_gains(task, curve, range(present + 1, most + 1), present) for curve in curves]
-    if now and not before:
-        return now_us - task.pace.revised_us >= CALM_US
+    is_due = now_us - task.pace.revised_us >= CALM_US
+    fewer = _tries(task, present) if correction.reports else []
+    if not is_due and not fewer:
+        return False
+    most = present + _free_slots(survey, task) if task.spec.max_workers > present else present
+    more = range(present + 1, min(task.spec.max_workers, most) + 1)
+
+    @cache
+    def measured() -> Curve:
+        """Return T with what is now believed: of a large task it takes a while, and is mostly not asked for."""
+        return throughput(replace(task, pace=evidence.pace_after(task, correction, now_us)), survey.linear)
+
+    for numbers, verdict in ((more, is_due), (fewer, True)):
+        if not numbers or _gains(task, survey.throughput(task), numbers, present):
+            continue
+        if _gains(task, measured(), numbers, present):
+            return verdict
+    return False
+
+
+def _tries(task: Task, present: int) -> list[int]:
+    """Return the smaller numbers of workers that were measured, where the present one is tried for the first time."""
     old = task.pace.circumstances.get(str(present))
     is_new = old is None or old.has_faded or old.nodes != evidence.member_nodes(task)
-    is_try = bool(correction.reports) and is_new and len(task.pace.timings) < TIMINGS_MAX
-    if not is_try or task.group.stragglers:
-        return False
-    fewer = [int(number) for number in task.pace.measurements if task.spec.min_workers <= int(number) < present]
-    before, now = [_gains(task, curve, fewer, present) for curve in curves]
-    return now and not before
+    if not is_new or len(task.pace.timings) >= TIMINGS_MAX or task.group.stragglers:
+        return []
+    return [int(number) for number in task.pace.measurements if task.spec.min_workers <= int(number) < present]
 
 
 def _gains(task: Task, curve: Curve, numbers: Iterable[int], present: int) -> bool:
@@ -149,9 +162,7 @@ def _gains(task: Task, curve: Curve, numbers: Iterable[int], present: int) -> bo
 
 def _free_slots(survey: Survey, task: Task) -> int:
     """Return the slots that the plan gives nobody, on nodes of the task's type of GPU."""
-    planned = Counter(
-        node for share in survey.state.plan.assignments.values() for replica in share.replicas for node in replica
-    )
+    planned = survey.plan_seats
     return sum(
         max(0, slots - planned[node])
         for node, slots in survey.capacity.items()

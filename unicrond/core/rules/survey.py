@@ -24,7 +24,7 @@ from unicrond.core.planning.problem import Curve
 from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Membership, Node, NodeStatus, Task, Worker
-from unicrond.core.state.task_parts import Pace
+from unicrond.core.state.task_parts import NO_TROUBLES, Pace
 from unicrond.core.tasks import memory_places, reconcile
 from unicrond.core.tasks import starvation as turns
 from unicrond.core.tasks.quotas import over_quota
@@ -117,11 +117,12 @@ class Survey:
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
     depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py.
-    `held_nodes`: those whose isolation is held (nodes/brakes.py). `failing`: tasks whose programs fail,
-    `avoided`: nodes that tasks are kept off, if there is room elsewhere (faults/program_faults.py). `fresh`: the
-    adopted plan was made for the present nodes and tasks. `absence`: who is away for a time (nodes/outages.py); of an
-    awaited node the capacity is what the plan has there. `gpus`: the type of GPU of each node, `types`: the types,
-    both empty where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
+    `held_nodes`: those whose isolation is held (nodes/brakes.py). `troubled`: active tasks that have troubles, which
+    alone can be at fault or accuse nodes. `failing`: tasks whose programs fail, `avoided`: nodes that tasks are kept
+    off, if there is room elsewhere (faults/program_faults.py). `fresh`: the adopted plan was made for the present
+    nodes and tasks. `absence`: who is away for a time (nodes/outages.py); of an awaited node the capacity is what the
+    plan has there. `gpus`: the type of GPU of each node, `types`: the types, both empty where there is one.
+    `barred_pairs`: nodes that no task may be on both of (faults/links.py).
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -135,8 +136,9 @@ class Survey:
         self.turns: Mapping[str, int] = turns.ranks(state)
         self.over_quota = over_quota(state)
         self.barred_pairs: tuple[Pair, ...] = barred_pairs(state)
-        self.failing = frozenset([task.name for task in self.active if is_failing(task)])
-        avoided = {task.name: avoided_nodes(task, policy.strikes_max, self._may_leave) for task in self.active}
+        self.troubled = [task for task in self.active if task.troubles != NO_TROUBLES]
+        self.failing = frozenset([task.name for task in self.troubled if is_failing(task)])
+        avoided = {task.name: avoided_nodes(task, policy.strikes_max, self._may_leave) for task in self.troubled}
         self.avoided: Mapping[str, tuple[str, ...]] = {name: nodes for name, nodes in avoided.items() if nodes}
         #: Per task, the last answer and the parts that it was made of.
         self._staffing: dict[str, tuple[Mapping[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
@@ -166,8 +168,7 @@ class Survey:
         )
         #: What a plan is made for: slots, tasks, types of GPU, nodes to keep apart.
         self._facts = self._plan_slots, self._planned, self.gpus, self.barred_pairs
-        is_unchanged = before is not None and before._facts == self._facts
-        self.basis: str = before.basis if before and is_unchanged else _digest(*self._facts)
+        self.basis: str = before.basis if before and before._facts == self._facts else _digest(*self._facts)
         self.short_basis = self._short_basis(self._plan_slots)
         is_new = not (state.plan.epoch or state.nodes or state.tasks)
         self.fresh = state.plan.basis in (self.basis, self.short_basis) or is_new
@@ -222,6 +223,12 @@ class Survey:
         missing = self.staffing(task).missing
         return [nodes for nodes in missing if away.isdisjoint(nodes)] if away else list(missing)
 
+    @cached_property
+    def plan_seats(self) -> Counter[str]:
+        """The number of workers that the plan has on each node."""
+        assignments = self.state.plan.assignments.values()
+        return Counter(name for share in assignments for nodes in share.replicas for name in nodes)
+
     def _may_leave(self, task: Task, node: str) -> bool:
         """Return whether the plan in force has the task off the node, or all seats that it has there would be free on
         others that it may have, in whole tensor-parallel groups."""
@@ -233,7 +240,7 @@ class Survey:
         absentees = self.absence.absentees
         is_hit = any(not absentees.isdisjoint(nodes) for nodes in assignment.replicas)
         slots = self._plan_slots if is_hit else self.capacity
-        seats = Counter(name for other in assignments.values() for nodes in other.replicas for name in nodes)
+        seats = self.plan_seats
         barred, gpu = {node, *nodes_to_leave(task)}, self.type_of(task)
         open_nodes = [name for name in slots if name not in barred and (not self.types or self.gpus.get(name) == gpu)]
         tp = assignment.tp or task.spec.tp

@@ -30,6 +30,7 @@ from unicrond.core.state.open_tasks import OpenTasks
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.refusals import Refusal, RefusalTally
 from unicrond.core.state.task_parts import (
+    NO_TROUBLES,
     Copies,
     Ending,
     GroupHealth,
@@ -126,9 +127,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
-    `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: whose
-    token submitted it. `updated_us`: the last time that a person gave it other settings. `mode`: as a person
-    wants it (nodes/brakes.py).
+    `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: whose token
+    submitted it. `updated_us`: when a person last gave it other settings. `mode`: see nodes/brakes.py.
     """
 
     spec: TaskSpec
@@ -141,7 +141,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress: TaskProgress = TaskProgress()
     pace: Pace = Pace()
     group: GroupHealth = GroupHealth()
-    troubles: Troubles = Troubles()
+    troubles: Troubles = NO_TROUBLES
     copies: Copies = Copies()
     reshaping: Reshaping = Reshaping()
     ending: Ending = Ending()

@@ -302,6 +302,9 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return node in self.strikes or node in self.breaks or node in self.local_faults
 
 
+NO_TROUBLES = Troubles()
+
+
 class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`peers`: the nodes that take copies, as the members got them last. `carriers`: all that ever had a worker of the
     task or took copies: they may still hold a state, whatever has become of them since.

@@ -62,6 +62,8 @@ _FREE = frozenset(
         v.MembershipPart,
         v.PeersDecided,
         v.CommandApplied,
+        v.SnapshotStored,
+        v.PeersRemembered,
     )
 )
 
@@ -155,7 +157,7 @@ def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> 
     rate has changed."""
     if type(event) in _FREE or (isinstance(event, v.WorkerJoinedGroup) and not _completes(after, event)):
         return after
-    if isinstance(event, v.StepCommitted) and _repeats(before, event.task) == _repeats(after, event.task):
+    if isinstance(event, v.StepCommitted) and _repeats_as_before(before, after, event.task):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
         return after
@@ -167,13 +169,14 @@ def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> 
         return linear_flops(after)
 
     as_before = same_worth or linear() == linear_flops(before)
+    hit = {name for incident in after.incidents.values() for name in incident.generations}
     accounts = {}
     for task in after.active:
-        old = after.ledger.accounts.get(task.name)
-        is_unchanged = as_before and old is not None and before.tasks.get(task.name) is task
-        accounts[task.name] = _account(
-            after, task, old or Account(since_us=after.now_us), linear, is_unchanged=is_unchanged
-        )
+        name, old = task.name, after.ledger.accounts.get(task.name)
+        stays = as_before and old is not None and not old.incident and name not in hit
+        if not (stays and before.tasks.get(name) is task):
+            old = _account(after, task, old or Account(since_us=after.now_us), linear)
+        accounts[name] = old
     healthy = after.ledger.healthy
     if not same_worth or before.plan is not after.plan:
         healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)
@@ -203,9 +206,10 @@ def is_hardware_failure(incident: Incident) -> bool:
     return incident.severity < Severity.SEV3 and not incident.is_program_fault
 
 
-def _repeats(state: ClusterState, task: str) -> bool:
-    """Return whether the task trains again what had been committed before."""
-    return task in state.tasks and bool(state.tasks[task].progress.repeats_until)
+def _repeats_as_before(before: ClusterState, after: ClusterState, name: str) -> bool:
+    """Return whether the task trains again what had been committed before, in both states or in neither."""
+    old, new = before.tasks.get(name), after.tasks.get(name)
+    return old is new or (bool(old and old.progress.repeats_until) == bool(new and new.progress.repeats_until))
 
 
 def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:
@@ -217,10 +221,8 @@ def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:
 # --- one task --------------------------------------------------------------------------------------
 
 
-def _account(
-    state: ClusterState, task: Task, old: Account, linear: Callable[[], int], *, is_unchanged: bool
-) -> Account:
-    """Return the task's account from now on. `is_unchanged`: nothing about the task itself has changed."""
+def _account(state: ClusterState, task: Task, old: Account, linear: Callable[[], int]) -> Account:
+    """Return the task's account from now on."""
     incident = _kept_from_training_by(state, task)
     if incident is not None:
         if old.incident:
@@ -232,8 +234,6 @@ def _account(
             lost_from_us=state.now_us,
             incident=incident.id,
         )
-    if is_unchanged and not old.incident:
-        return old
     rate, workers = _rate(task, old, linear)
     repeats = task.progress.repeats_for if workers and task.progress.repeats_until else ""
     if rate == old.rate and repeats == old.repeats and not old.incident:
