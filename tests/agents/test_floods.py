@@ -283,15 +283,15 @@ async def test_flood_of_one_worker_delays_no_other(
     assert (await _flooded(nats_connection)).flooding_worker == "a.1"
     for _ in range(2):  # the full buckets are emptied, and the flood goes on
         await coordinator.until(StepCommitted, worker="b.1")
-    killed_s = time.monotonic()
+    killed_us = time.time_ns() // 1000
     os.kill(victim, signal.SIGKILL)
     await coordinator.until(WorkerExited, worker="b.1")
-    told_s = time.monotonic() - killed_s
+    told_s = (coordinator.seen[-1].recorded_at_us - killed_us) / 1e6
     end = await coordinator.until(WorkerExited, within_s=90, worker="a.1")  # behind all that it has said
     events = [entry.envelope.event for entry in coordinator.seen if isinstance(entry, RecordedEvent)]
     ours = [event for event in events if "a" in event.tasks_named()]
     print(f"{kind}: the other's end is told after {told_s:.3f} s; {len(ours)} entries; {end.log_tail.strip()}")
-    assert told_s < 1.0
+    assert told_s < FLOOD_S / 2, "not behind the flood"
     assert len(ours) < (32 if kind == "same error" else ENTRIES_AT_ONCE + ENTRIES_PER_S * (FLOOD_S + 5))
     assert agent.log().count("a.1 says more than goes on to the log") == 1
 

@@ -16,8 +16,10 @@ from unicrond.core.state.state import TaskStatus
 from unicrond.local.dev import DevCluster
 
 NODES = 2
-ITERATIONS = 80
-GRACE_S = 6
+#: More than are made while this process, on a busy machine, has no processor between a look and a kill.
+ITERATIONS = 240
+#: Time for a busy machine to save in; where all is saved sooner, nobody waits for its end.
+GRACE_S = 20
 _COMMITTED = re.compile(r"committed iterations? (?:\d+-)?(\d+), loss")
 
 
@@ -63,7 +65,7 @@ async def params_digest(live: Live, task: str) -> str:
     return str(done["params_digest"])
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["killed", pytest.param("silent", marks=pytest.mark.matrix)])
 async def test_agents_without_log_save_before_they_end(live: Live, how: str) -> None:
     """`silent`: the server stands still, and so do its connections: the drain is not answered."""

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.integration.test_layouts_cluster import newest_copy
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.local.dev import DevCluster, small_cluster
 
@@ -28,7 +29,7 @@ TASK = {
 
 
 async def until(cluster: DevCluster, what: str, holds: Callable[[ClusterState], object]) -> ClusterState:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         state, _ = await cluster.state()
         if holds(state):
@@ -60,7 +61,7 @@ def healed(state: ClusterState, incidents: int) -> bool:
     return state.incidents_total >= incidents and not state.incidents and task.confirmed and bool(task.workers)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_state_survives_loss_of_process_agent_and_node(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=3, heartbeat_s=2.0) as cluster:
         await cluster.submit({**TASK, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
@@ -115,7 +116,8 @@ async def test_state_survives_loss_of_process_agent_and_node(tmp_path: Path) -> 
         assert mover.node != worker.node
         taken = await events(cluster, "StateLoaded")
         assert taken[-1]["source"] in ("memory", "peer"), "where the copy was, or from there"
-        assert taken[-1]["iteration"] > before - 600
+        kept = await asyncio.to_thread(newest_copy, cluster.client, worker.node, "solo")
+        assert taken[-1]["iteration"] >= kept > 0
 
         # 4. The task ends: the memory is free again.
         url, reason = f"{cluster.url}/v1/tasks/solo/cancel", json.dumps({"reason": "done"})
@@ -131,7 +133,7 @@ async def test_state_survives_loss_of_process_agent_and_node(tmp_path: Path) -> 
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_sharded_state_survives_loss_of_worker_and_node(tmp_path: Path) -> None:
     """Sharded optimizer state: the other holders of the parts are on other nodes, so no state is ever read back."""
     async with small_cluster(tmp_path, nodes=3, heartbeat_s=2.0) as cluster:
@@ -158,7 +160,7 @@ def held(cluster: DevCluster, node: str) -> list[str]:
 
 
 async def no_memory(cluster: DevCluster, node: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while found := held(cluster, node):
         assert time.monotonic() < deadline, f"{node} still holds {found}"
         await asyncio.sleep(0.05)

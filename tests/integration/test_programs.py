@@ -16,16 +16,20 @@ from unicrond.core.state.state import ClusterState, Severity, TaskStatus
 from unicrond.ctl.inject import inject
 
 ENTRY = Path(__file__).with_name("wilful_gpt.py")
+#: The cluster's limit of a start, which one task outlasts; the others have their own, as a busy machine takes longer.
+CLUSTER_START_S, START_S = 8.0, 120.0
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 matrix = pytest.mark.matrix
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     directory = tmp_path_factory.mktemp("programs")
     corpus.build(directory / "stdlib")
-    async with live_cluster(directory, nodes=2, workers=2, policy={"worker_start_s": 8.0}, injection=True) as live:
+    async with live_cluster(
+        directory, nodes=2, workers=2, policy={"worker_start_s": CLUSTER_START_S}, injection=True
+    ) as live:
         yield live
 
 
@@ -33,7 +37,8 @@ async def ended(live: Live, name: str, *orders: str, **fields: object) -> Cluste
     """The task, once it has ended and nothing of it is left."""
     await live.submit(
         name, entry=str(ENTRY), args=[str(live.directory), *orders], data=str(live.directory / "stdlib"),
-        checkpoint={"dir": str(live.directory / name), "interval": 0}, **{"iterations": 40, **fields},
+        checkpoint={"dir": str(live.directory / name), "interval": 0},
+        **{"iterations": 40, "start_timeout_s": START_S, **fields},
     )  # fmt: skip
     return await live.until(
         f"{name} has ended",
@@ -111,7 +116,7 @@ async def test_evaluation_section_and_long_start_are_no_faults(live: Live) -> No
     """Twice the least limit of a hang (3 s here), on both replicas; a start longer than the cluster's limit."""
     before, _ = await live.dev.state()
     orders = ["12:all:busy=7/60"]
-    state = await ended(live, "patient", *orders, env={"START_S": "9"}, start_timeout_s=60)
+    state = await ended(live, "patient", *orders, env={"START_S": str(CLUSTER_START_S + 1)})
     assert state.tasks["patient"].status is TaskStatus.COMPLETED, state.tasks["patient"].ending.reason
     assert state.incidents_total == before.incidents_total
     told = live.events("WorkerBusy", after=before.seq)
@@ -142,6 +147,7 @@ async def test_hang_after_join_is_found_at_once(live: Live) -> None:
     await live.submit(
         name, entry=str(ENTRY), args=[str(live.directory), "2:new:hang"], data=str(live.directory / "stdlib"),
         iterations=1_000_000, checkpoint={"dir": str(live.directory / name), "interval": 0, "memory_interval": 0},
+        start_timeout_s=START_S,
     )  # fmt: skip
     state = await live.until(
         "they train", lambda s: name in s.tasks and s.tasks[name].progress.iteration > 60, may_fail=True
@@ -164,7 +170,7 @@ async def test_hang_after_join_is_found_at_once(live: Live) -> None:
     survivor = f"{name}.1"
     assert seats(state, name)[survivor] == was[survivor], "the same process"
     limits = {e["limit_us"] for e in live.events("HangSuspected") if e["task"] == name}
-    assert max(limits) < 20_000_000, "the limit of the task, not that of the unknown (600 s)"
+    assert max(limits) < START_S * 1e6, "the limit of the task, not that of the unknown, which a start may take"
     await live.run("unicronctl", "--url", live.dev.url, "cancel", name)
 
 
@@ -172,7 +178,7 @@ async def test_hang_after_join_is_found_at_once(live: Live) -> None:
 async def test_task_is_armed_by_the_kill_of_one_worker(live: Live) -> None:
     """As ordered with its submission, and again while it runs."""
     name, before = "proved", await live.until("both nodes are there", lambda s: len(s.nodes) == 2, may_fail=True)
-    await live.submit(name, data=str(live.directory / "stdlib"), start={"prove": True})
+    await live.submit(name, data=str(live.directory / "stdlib"), start={"prove": True}, start_timeout_s=START_S)
     text, killed = "", 0
     for _ in range(2):
 

@@ -22,7 +22,7 @@ from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.logins import Role
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 #: The log goes on within so much after the restore; 5 s without other work on the machine.
 GOES_ON_S = 15.0
@@ -86,9 +86,9 @@ async def test_cluster_goes_on_after_complete_restore(tmp_path: Path, restore, h
         processes = workers_of(live, before)
         head = live.dev.coordinator.process
         end = await restore(live)
-        begin_s = time.monotonic()
+        begin_us = time.time_ns() // 1000
         after = await live.until("the log goes on", lambda state: state.seq > end)
-        goes_on_s = time.monotonic() - begin_s
+        goes_on_s = (next(iter(live.client.events(end))).recorded_at_us - begin_us) / 1e6
         at = after.tasks[TASK].progress.iteration
         after = await live.until("it trains on", lambda state: state.tasks[TASK].progress.iteration > at + 10)
         assert {name: process.is_running() for name, process in processes.items()} == dict.fromkeys(processes, True)

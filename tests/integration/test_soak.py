@@ -7,16 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.soak.memberships import Memberships
 from tests.soak.report import percentile, slope
 
 
+@pytest.mark.timeout(600)
 def test_soak_heals_and_loses_nothing(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [sys.executable, "-m", "tests.soak.run", "--agents", "12", "--slots", "4", "--minutes", "0.25"]
     command += ["--faults-per-hour", "1500", "--heartbeat-s", "0.5", "--down-s", "4", "--iteration-s", "1"]
     command += ["--patience-s", "60", "--kept-every-s", "2", "--out", str(out), "--keep", str(tmp_path / "kept")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(out.read_text())
     assert found["nothing_lost"] and found["all_healed"]

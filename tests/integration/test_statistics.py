@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.regroup_rig import ForkServer, Rig
+from tests.integration.test_regroup import stopped
 from unicrond.agents.protocol import marks
 from unicrond.events.vocabulary import (
     CheckpointSpec,
@@ -116,7 +118,12 @@ def test_marks_of_healthy_task_agree(server: ForkServer, data: Path, tmp_path: P
         rig.until(lambda: rig.ready(*THREE))
         rig.tell(1, THREE)
         rig.until(lambda: rig.reached(20))
+        for worker in THREE:
+            rig.signal(worker, signal.SIGSTOP)
+        rig.until(lambda: all(stopped(rig.pids[worker]) for worker in THREE))
         read = [marks.read(marks.path_of(rig.socket_path, worker)) for worker in THREE]
+        for worker in THREE:
+            rig.signal(worker, signal.SIGCONT)
         rig.quit(*THREE)
         rig.until(lambda: not rig.living())
     found = [mark for mark in read if mark is not None]

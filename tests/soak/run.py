@@ -32,6 +32,7 @@ from typing import Any
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from tests.soak import reading, report
 from tests.soak.memberships import Memberships
+from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiError, Client
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM
 from unicrond.events.nats.connection import Connection, Login, connect
@@ -357,6 +358,16 @@ class Soak:
             "checkpoint": {"interval": 0},
         }
 
+    async def settled_state(self) -> ClusterState:
+        """The head's state once it has closed all incidents, or when patience is at its end: that all tasks are whole
+        it may read later than the fleets."""
+        until_s = time.monotonic() + self.options.patience_s
+        while True:
+            state, _ = await asyncio.to_thread(self.client.state)
+            if not state.incidents or time.monotonic() > until_s:
+                return state
+            await asyncio.sleep(0.2)
+
     async def look_back(self, connection: Connection) -> bool:
         figures = self.figures
         await asyncio.sleep(2)  # what is under way arrives
@@ -366,7 +377,7 @@ class Soak:
             told = await fleet.order(do="acknowledged", path=str(path))
             figures.setdefault("fleets", []).append(told)
             acknowledged |= json.loads(path.read_text())
-        state, _ = await asyncio.to_thread(self.client.state)
+        state = await self.settled_state()
         figures["fold"] = {
             "entries": state.seq,
             "duplicates": state.duplicates,
