@@ -33,7 +33,7 @@ async def daemon(path: Path, *options: str) -> AsyncIterator[tuple[asyncio.subpr
     assert process.stderr is not None
     url = ""
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             async for line in process.stderr:
                 if b"API at " in line:
                     url = line.decode().split("API at ")[1].strip()
@@ -48,7 +48,7 @@ async def daemon(path: Path, *options: str) -> AsyncIterator[tuple[asyncio.subpr
 
 
 def get(url: str) -> dict[str, object]:
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=30) as answer:
         return json.loads(answer.read())
 
 

@@ -236,7 +236,7 @@ class Rig:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for worker in self.living():
             self.signal(worker, signal.SIGKILL)
-        self.until(lambda: not self.living(), 10)
+        self.until(lambda: not self.living(), 60)
         self.hang_up()
         for memory in self.memories.values():
             memory.close()

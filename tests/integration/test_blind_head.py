@@ -30,7 +30,7 @@ async def said(url: str, *command: str) -> str:
 
 async def health(url: str, wanted: Callable[[dict[str, object]], object]) -> dict[str, object]:
     """Once it is as wanted."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not wanted(found := await asyncio.to_thread(get, f"{url}/healthz")):  # noqa: ASYNC110 - it offers no event
             await asyncio.sleep(0.1)
     return found
@@ -41,7 +41,7 @@ async def edit(connection: Connection, **changes: object) -> None:
 
 
 def metrics(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         return str(answer.read().decode())
 
 

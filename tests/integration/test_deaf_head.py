@@ -19,7 +19,7 @@ NODES = 3
 @asynccontextmanager
 async def cluster_behind_proxy(directory: Path) -> AsyncIterator[tuple[Live, Proxy]]:
     """A head with its NATS server, and agents that reach it only through a proxy."""
-    dev = DevCluster(directory, NODES, 1, 0, settings={"policy": {"isolation_s": 1.0}})
+    dev = DevCluster(directory, NODES, 1, 0, 1.0, settings={"policy": {"isolation_s": 1.0}})
     async with proxy_to("127.0.0.1", dev.nats_port) as proxy:
         url = f"nats://127.0.0.1:{proxy.port}"
         for agent in dev.agents.values():

@@ -174,7 +174,7 @@ def test_flipped_bit_enters_no_step(server: ForkServer, tmp_path: Path, is_evict
 # --- with a real head ------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_head_fails_task_whose_program_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ROOT)
     async with live_cluster(tmp_path, nodes=2, workers=2) as live:
@@ -187,7 +187,7 @@ async def test_head_fails_task_whose_program_diverges(tmp_path: Path, monkeypatc
         assert not live.events("StepCommitted")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_head_gives_up_replica_with_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lead of three: its worker alone is replaced, and the task completes."""
     monkeypatch.setenv("PYTHONPATH", ROOT)

@@ -29,7 +29,7 @@ async def flooder(live: Live, key: Path, size_bytes: int = 300) -> asyncio.subpr
     return await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_login_of_flooding_node_ends(tmp_path: Path) -> None:
     async with live_cluster(tmp_path, nodes=2, workers=2, keys=True) as live:
         await live.submit(iterations=10**12, min_workers=2)

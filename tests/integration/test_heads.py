@@ -20,7 +20,7 @@ async def test_killed_or_leaving_head_is_succeeded_once(nats_server: EmbeddedSer
     async with publisher(nats_server.url, cluster) as nodes, two_heads(tmp_path, nats) as (one, two):
         told = await two.health()
         assert told["heads"]["leader"]["process"].endswith(f":{one.process.pid}") and not told["leads"]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len((await one.health())["heads"]["standing_by"]) != 1:  # noqa: ASYNC110 - it offers no event
                 await asyncio.sleep(0.1)
         term = int(told["term"])

@@ -22,6 +22,7 @@ from unicrond.agents.shell.cli import main as agent_main
 from unicrond.core.state.state import NodeStatus, TaskStatus
 from unicrond.ctl.client import Client as ApiClient
 from unicrond.events.cli.exit_codes import SHUT_OUT
+from unicrond.events.log.event_log import LogUnavailable
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
@@ -68,16 +69,16 @@ def with_nats(path: Path, more: str) -> Path:
 
 async def unicrond(path: Path, *words: str) -> None:
     process = await asyncio.create_subprocess_exec(UNICROND, *words, "--config", str(path))
-    assert await asyncio.wait_for(process.wait(), 30) == 0
+    assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
-async def logged_in(path: Path, login: Login) -> Connection:
-    return await connect(f"nats://127.0.0.1:{load(path).nats.port}", name="test", login=login, timeout_s=3)
+async def logged_in(path: Path, login: Login, within_s: float = 30.0) -> Connection:
+    return await connect(f"nats://127.0.0.1:{load(path).nats.port}", name="test", login=login, timeout_s=within_s)
 
 
 async def alarm(url: str, text: str) -> str:
     """The first alarm with this text."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             health = await asyncio.to_thread(get, f"{url}/healthz")
             for line in (row["text"] for row in health["alarms"]):  # type: ignore[attr-defined]
@@ -87,19 +88,21 @@ async def alarm(url: str, text: str) -> str:
 
 
 async def end_of(connection: Connection) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while connection.is_up:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
 async def refused(path: Path, login: Login) -> str:
     """How NATS refuses it, at once or soon."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
-                connection = await logged_in(path, login)
+                connection = await logged_in(path, login, 3.0)
             except LoginRefused as error:
                 return str(error)
+            except LogUnavailable:
+                continue  # a busy machine has not answered yet
             await end_of(connection)
             await connection.close()
 
@@ -110,7 +113,7 @@ async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
     async with daemon(path) as (process, _):
         await unicrond(path, "enroll", "n1", "--out", str(key))
         connection = await logged_in(path, Login(key=key))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await NatsCommandFeed(connection, "n1", makes_consumer=False).follow(())
         sly = Client()
         await sly.connect(f"nats://127.0.0.1:{load(path).nats.port}", **Login(key=key).options())
@@ -121,7 +124,7 @@ async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
         own = "unicron.v1.obs.n1.StopWorker"
         seq = int(json.loads((await sly.request(own, b"{}", timeout=10)).data)["seq"])
         reader = await logged_in(path, embedded_login(tmp_path / "state", Login()))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             entries = [entry async for entry in NatsEventLog(reader).read(0, until_seq=seq)]
         assert [entry.subject for entry in entries if isinstance(entry, QuarantinedMessage)] == [own]
         await reader.close()
@@ -132,7 +135,7 @@ async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         await process.wait()
     async with daemon(path):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await connection.session()
         await unicrond(path, "revoke", "n1")
         await end_of(connection)
@@ -154,12 +157,12 @@ async def test_keys_change_under_sessions(tmp_path: Path) -> None:
         await (await logged_in(path, Login(key=new))).close()
         assert not session.disconnected.is_set() and connection.is_up
         new.replace(key)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await session.disconnected.wait()
             await connection.session()
         for role in ("coordinator", "api", "reader", "operator"):
             await unicrond(path, "renew-key", role)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await reading.disconnected.wait()
             await reader.session()
         await unicrond(path, "enroll", "n2", "--out", str(new))
@@ -191,7 +194,7 @@ async def test_public_head_requires_tls_and_keys(tmp_path: Path) -> None:
         assert (health["status"], health["alarms"]) == ("live", [])
         shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", load(path).api.port))
         await unicrond(path, "tls-init", "--renew", "--days", "20")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             api = ("127.0.0.1", load(path).api.port)
             while shown == await asyncio.to_thread(ssl.get_server_certificate, api):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
@@ -239,7 +242,7 @@ async def test_cluster_moves_from_password_to_keys(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("auth: off", "auth: on"))
     with_nats(path, "auth: migrate")
     async with daemon(path) as (process, url):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await NatsEventLog(old).append([JOINED])
             await NatsCommandFeed(old, "n1").follow(["a"])
         assert "the 1 node without a key (n1)" in await alarm(url, "NATS accepts the shared login")
@@ -269,7 +272,7 @@ async def test_password_rolls_under_a_running_head(tmp_path: Path) -> None:
         session = await logged_in(path, Login(user="unicron", password_file=clients))
         password.write_text("new\nold\n")
         assert "NATS refuses user unicron" in await refused(path, Login(user="unicron", password="old"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await NatsEventLog(session).append([JOINED])
         assert process.returncode is None and await asyncio.to_thread(get, f"{url}/healthz")
         await session.close()
@@ -281,7 +284,7 @@ async def until_node(dev: DevCluster, status: NodeStatus) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_agent_with_key_trains_until_revoked(tmp_path: Path) -> None:
     """It ends by itself once it is refused for its lease: somebody else may have its name."""
     async with AsyncExitStack() as stack:

@@ -49,24 +49,24 @@ async def head(path: Path, nats: EmbeddedServer, *more: str) -> AsyncIterator[st
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), 20)
+        await asyncio.wait_for(process.wait(), 60)
 
 
 async def says(url: str, words: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while words not in str((await asyncio.to_thread(probe, f"{url}/readyz"))[1]["trouble"]):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
 async def known(directory: Path, seq: int, state: str = "state") -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (found := KnownLog(directory / state).read()) is None or found.mark is None or found.mark.seq < seq:  # noqa: ASYNC110  (another process writes it)
             await asyncio.sleep(0.05)
 
 
 async def claim(connection: Connection, number: int) -> CoordinatorStarted:
     """The claim of that number, as soon as it is made. A head is ready before it has claimed."""
-    async with asyncio.timeout(20), aclosing(NatsEventLog(connection).read()) as entries:
+    async with asyncio.timeout(60), aclosing(NatsEventLog(connection).read()) as entries:
         async for entry in entries:
             if isinstance(entry, RecordedEvent) and isinstance(event := entry.envelope.event, CoordinatorStarted):
                 number -= 1
@@ -156,7 +156,7 @@ async def test_heads_end_where_another_store_is_served(tmp_path: Path, nats: Emb
                 await log.claim_term(started(term))
                 await log.append(facts(10 * term, 10 * term + 7))
             for head in heads:
-                assert await asyncio.wait_for(head.process.wait(), 30) == 1
+                assert await asyncio.wait_for(head.process.wait(), 60) == 1
                 assert "entry 1 of the event log is another than the one that this head knows: this head ends" in (
                     output := head.output.read_text()
                 ), output

@@ -27,12 +27,12 @@ def unicrond(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def text(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=30) as answer:
         return answer.read().decode()
 
 
 def until(what: str, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
@@ -41,7 +41,7 @@ def until(what: str, holds: Callable[[], bool]) -> None:
 def submit(url: str, name: str) -> None:
     body = json.dumps({"name": name}).encode()
     asked = urllib.request.Request(f"{url}/v1/tasks", body, {"Content-Type": "application/json"})
-    urllib.request.urlopen(asked, timeout=10).close()
+    urllib.request.urlopen(asked, timeout=30).close()
 
 
 def archived_seq(url: str) -> int:

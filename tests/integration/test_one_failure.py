@@ -27,7 +27,7 @@ def parts(recording: Json) -> dict[str, tuple[object, ...]]:
     return {**entries, **rows}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_failure_takes_the_way_of_the_tour(tmp_path: Path) -> None:
     now, written = parts(way(await record(tmp_path / "trace"))), parts(load_recording())
     assert now.keys() ^ written.keys() <= MAY_LACK

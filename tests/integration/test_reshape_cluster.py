@@ -18,7 +18,7 @@ from unicrond.ctl.client import ApiError, Client
 from unicrond.ctl.main import main as unicronctl
 from unicrond.local.dev import DevCluster, small_cluster
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 TASK = {
     "model": {"layers": 2, "hidden": 32, "heads": 2, "seq": 16},
     "global_batch": 8,
@@ -77,7 +77,7 @@ async def check_story(dev: DevCluster, reshapes: list[tuple[int, int, int]]) -> 
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_reshape_command_changes_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with small_cluster(tmp_path, nodes=1, slots=2, heartbeat_s=2.0) as dev:
         await dev.submit({**TASK, "name": "big", "max_workers": 2, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})

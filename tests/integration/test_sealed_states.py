@@ -61,7 +61,7 @@ async def test_node_joins_through_tls_after_enrolment(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_state_travels_from_peer_through_tls(tmp_path: Path) -> None:
     cluster = SealedCluster(tmp_path, 3)
     try:

@@ -41,9 +41,9 @@ def status(pid: int, field: str) -> list[str]:
 
 
 @needs_root
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_task_of_other_user_trains_and_heals(place: Path) -> None:
-    dev = DevCluster(place, WORKERS, 1, 0, 5.0, keys=True)
+    dev = DevCluster(place, WORKERS, 1, 0, 10.0, keys=True)  # the agent that adopts takes its time to start
     for part in dev.agents.values():
         part.command = [*opened(), *part.command, "--run-as", USER, "--worker-limit", "nofile=4096"]
     try:

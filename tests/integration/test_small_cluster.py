@@ -16,12 +16,12 @@ class HeadChaos(chaos.Chaos):
     KINDS: ClassVar[tuple[str, ...]] = ("coordinator", "nats-server")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_head_heals_after_sigkill_of_either_part(tmp_path: Path) -> None:
     await chaos.run(faults=2, seed=7, directory=tmp_path, of=HeadChaos)
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_cluster_heals_after_one_sigkill_of_each_kind(tmp_path: Path) -> None:
     await chaos.run(faults=4, seed=7, directory=tmp_path)

@@ -67,7 +67,7 @@ def test_next_schema_build_succeeds(trees: Path) -> None:
     assert done.stdout.strip() == str(SCHEMAS["next"]), done.stderr
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_upgrade_in_mid_training_succeeds(tmp_path: Path, trees: Path) -> None:
     await go(WAYS["half and half"], "today", "next", tmp_path, trees)
 

@@ -27,7 +27,7 @@ from unicrond.local.dev import DevCluster
 
 ROOT = Path(__file__).parents[2]
 #: An agent that is started again is silent for a moment, longer on a busy machine: no node is to be lost for that.
-HEARTBEAT_S = 4.0
+HEARTBEAT_S = 10.0
 
 Version = Literal["today", "next"]
 SCHEMAS: dict[Version, int] = {"today": SCHEMA, "next": SCHEMA + 1}

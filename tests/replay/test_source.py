@@ -216,8 +216,8 @@ async def test_nats_source_fails_when_server_dies(
 ) -> None:
     cluster = troubled(8)
     await fill(NatsEventLog(nats_connection), cluster.log[:30])
-    monkeypatch.setattr("unicrond.replay.reading.nats_source.STALL_S", 0.5)
     async with open_nats([nats_server.url]) as source:
+        monkeypatch.setattr("unicrond.replay.reading.nats_source.STALL_S", 0.5)
         await nats_server.kill()
         with pytest.raises(LogUnavailable, match=r"no answer about the skipped entries in 0\.5 s"):
             await entries_of(source)

@@ -190,7 +190,6 @@ def test_results_are_removed_by_their_last_reader_or_two_purposes_later() -> Non
 
 def test_silent_store_of_results_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls have no limit of their own; who has none goes on alone."""
-    monkeypatch.setattr(shared_results, "ANSWER_MAX_S", 0.5)
     lines = "import signal, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)"
     words = [sys.executable, "-c", f"{lines}; print(s.port, flush=True); signal.pause()"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
@@ -203,6 +202,7 @@ def test_silent_store_of_results_holds_up_nobody(monkeypatch: pytest.MonkeyPatch
             assert results.take(["a", "b"]) == {"a": b"1"}
             server.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # each of its threads
+            monkeypatch.setattr(shared_results, "ANSWER_MAX_S", 0.5)
             results.end(["a"], 1)
             assert results.is_there, "nobody waits for the end, so nobody knows yet"
             assert not results.are_there(["a"]) and not results.is_there
