@@ -322,7 +322,7 @@ async def moved(site: Site, login: str) -> tuple[int, dict[str, Any], dict[str, 
 async def work(site: Site) -> None:
     """What each login is for, by each server: the walls keep nobody from it."""
     for number, url in enumerate(site.urls, start=1):
-        async with AsyncExitStack() as stack, asyncio.timeout(30):
+        async with AsyncExitStack() as stack, asyncio.timeout(60):
             links = {}
             for login in ("agent-n2", Role.READER, Role.API, Role.COORDINATOR):
                 links[login] = await connect([url], name=login, login=site.login(login), timeout_s=20)
@@ -333,8 +333,9 @@ async def work(site: Site) -> None:
             await feed.follow(())
             commands = [command(10 * number + step, "n2", term=10 + number) for step in (0, 1)]
             seq = (await log.append(commands, fence=fence))[-1]
-            # The request of the agent before, which is gone, takes one command at most (see PULL_EXPIRES_S).
-            async with aclosing(feed.read()) as deliveries, asyncio.timeout(1.8 * ACK_WAIT_S):
+            # The request of the agent before, which is gone, takes one command at most (see PULL_EXPIRES_S). By itself
+            # NATS would wait for its acknowledgement for half a minute.
+            async with aclosing(feed.read()) as deliveries, asyncio.timeout(6 * ACK_WAIT_S):
                 while (await anext(deliveries)).seq < seq:
                     pass
             (seq,) = await NatsEventLog(links["agent-n2"]).append([fact(10 * number, "n2")])

@@ -146,7 +146,7 @@ class Served:
     async def until(self, kind: type[AnyEvent], after: int = 0) -> int:  # type: ignore[valid-type]
         """The sequence number of the first `kind` after `after`, once it is folded."""
         while True:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 entry = await self.coordinator.folded.get()
             if isinstance(entry, RecordedEvent) and entry.seq > after and isinstance(entry.envelope.event, kind):
                 return entry.seq

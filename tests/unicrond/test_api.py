@@ -218,7 +218,7 @@ async def raw_status(port: int, request: bytes) -> int:
     """The status of the answer to a request that no client would send."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         line = await reader.readline()
     writer.close()
     return int(line.split()[1])

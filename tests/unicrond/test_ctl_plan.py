@@ -41,7 +41,7 @@ async def reluctant(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def table_of(served: Served, epoch: int) -> None:
     """Until what may follow plan `epoch` is foreseen."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while served.coordinator.foresight.epoch != epoch:  # noqa: ASYNC110 - made in a thread, told to nobody
             await asyncio.sleep(0.01)
 

@@ -56,7 +56,7 @@ async def fill_up(log: NatsEventLog) -> tuple[list[str], asyncio.Task[list[int]]
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - what is watched offers no event
             await asyncio.sleep(0.02)
 

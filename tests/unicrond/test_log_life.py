@@ -149,7 +149,7 @@ async def test_only_head_that_leads_archives() -> None:
         await asyncio.sleep(0)
         assert not archiver.count and log_life.archive() == {}
         leader.live.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await archiver.begun.wait()
             leader.live.clear()
             await archiver.ended.wait()
@@ -167,7 +167,7 @@ async def test_archiver_that_fails_is_begun_again() -> None:
     log_life, _ = life(keeping(10), archiver=archiver)
     running = asyncio.create_task(log_life.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await archiver.begun.wait()
             archiver.outcomes.put_nowait(OSError(24, "Too many open files"))
             await archiver.ended.wait()

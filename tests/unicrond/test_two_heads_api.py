@@ -71,14 +71,14 @@ class Served:
 
     async def get(self, path: str) -> str:
         def ask() -> str:
-            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=30) as answer:
                 return str(answer.read().decode())
 
         return await asyncio.to_thread(ask)
 
     async def health(self, status: str) -> dict[str, Any]:
         """Once it says so."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (told := json.loads(await self.get("/healthz")))["status"] != status:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)  # it offers no event
         return dict(told)
