@@ -20,7 +20,7 @@ import yaml
 
 from tests.containers.cluster import TASK, Watch, task_of
 from tests.containers.image import DEPENDENCIES, SITE, built
-from tests.containers.oci import make_cgroups, remove_cgroups
+from tests.containers.oci import cgroup_version, make_cgroups, remove_cgroups
 from tests.containers.pods import MANIFESTS
 from tests.containers.rows import BUILD as IMAGES
 from tests.integration.live import TIMEOUT_S, Live
@@ -322,6 +322,14 @@ class Cluster(Live):
         """How often containers of head and agents were started anew in their pods."""
         pods = [*self.pods().values(), *self.pods("unicron-head").values()]
         return sum(one["restartCount"] for pod in pods for one in pod["status"].get("containerStatuses", ()))
+
+
+def cpu_s() -> float:
+    """Return the seconds of CPU that pods have taken so far, those that are gone too."""
+    top = Path("/sys/fs/cgroup")
+    if cgroup_version() == 2:
+        return sum(int(path.read_text().split()[1]) for path in top.glob("unicron-kubernetes-*/cpu.stat")) / 1e6
+    return sum(int(path.read_text()) for path in top.glob("cpuacct/unicron-kubernetes-*/cpuacct.usage")) / 1e9
 
 
 def up_on(*nodes: str, boots: dict[str, int] | None = None) -> Callable[[ClusterState], bool]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubernetes.cluster import NAMESPACE, Cluster, up_on
+from tests.kubernetes.cluster import NAMESPACE, Cluster, cpu_s, up_on
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
@@ -22,14 +22,15 @@ async def test_overlay_daemonset_is_ready(whole_cluster: Cluster, record: Record
     if whole_cluster.overlay:
         whole_cluster.tear_down()
     whole_cluster.make_volumes("daemonset")
+    before_s = cpu_s()
     ready_s = await asyncio.to_thread(whole_cluster.set_up, "daemonset")
-    began_s = time.monotonic()
+    taken_s, began_s = cpu_s() - before_s, time.monotonic()
     await whole_cluster.train()
     trained_s = time.monotonic() - began_s
     record(
         "`kubectl apply -k` of `daemonset` on three machines, then `unicron-ca`, then a task",
-        f"all pods ready after {ready_s:.0f} s; three workers have committed five iterations {trained_s:.0f} s later; "
-        f"{whole_cluster.restarts()} restarts",
+        f"all pods ready after {ready_s:.0f} s, with {taken_s:.0f} s of CPU in all of them; three workers have "
+        f"committed five iterations {trained_s:.0f} s later; {whole_cluster.restarts()} restarts",
     )
 
 

@@ -119,3 +119,50 @@ async def test_dead_machine_of_head_is_left(cluster: Cluster, record: Record) ->
         f"NotReady after {not_ready_s:.0f} s; the new pod runs at {moved_s:.0f} s, its head is live "
         f"{live_s - moved_s:.1f} s later; whole again once the machine is back",
     )
+
+
+async def test_head_on_another_machine_waits_for_the_first(cluster: Cluster, record: Record) -> None:
+    """The first one's machine is cut off and not dead: nobody may take its store, and nobody ends for that."""
+    await cluster.train()
+    node = cluster.pods("unicron-head")[HEAD]["spec"]["nodeName"]
+    server = next(pid for pid in processes_of(node) if name_of(pid) == "nats-server")
+    machine, watch = cluster.machine, await cluster.watch()
+    watch.act()
+    machine.link(node, "down")
+    taint = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    try:
+        not_ready = lambda: "NotReady" in machine.kubectl("get", "node", node, "--no-headers")  # noqa: E731
+        await asyncio.to_thread(wait_until, not_ready, 120, "NotReady")
+        machine.kubectl("taint", "node", node, taint)
+
+        def waits() -> bool:
+            return "is in use by another head" in cluster.kubectl("logs", HEAD)
+
+        await asyncio.to_thread(wait_until, waits, 150, "head that waits")
+        assert not cluster.is_live() and name_of(server) == "nats-server"
+    finally:
+        machine.link(node, "up")
+        back_s = time.monotonic()
+        machine.kubectl("taint", "node", node, f"{taint}-")
+    await asyncio.to_thread(wait_until, lambda: name_of(server) != "nats-server", 90, "end of the first server")
+    ended_s = time.monotonic()
+    has_begun = lambda: cluster.is_live() and bool(watch.lines("CoordinatorStarted"))  # noqa: E731
+    await asyncio.to_thread(wait_until, has_begun, 60, "new head")
+    led_s = watch.began_s + watch.told("CoordinatorStarted")
+    (status,) = cluster.pods("unicron-head")[HEAD]["status"]["containerStatuses"]
+    assert not status["restartCount"], status
+    await asyncio.to_thread(machine.until_ready)
+    await cluster.until("all agents", up_on(*NODES))
+    await cluster.training(None)
+    record(
+        "the head's machine cut off, not dead, and the same taint; then back",
+        f"the new head waits, alive and not ready, without a restart; it leads {led_s - ended_s:.1f} s after the first "
+        f"one's server has ended, {led_s - back_s:.1f} s after the machine is back",
+    )
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process, "" where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.kubernetes.cluster import Cluster, up_on
-from tests.kubernetes.machine import API, wait_until
+from tests.kubernetes.cluster import AGENTS, Cluster, up_on
+from tests.kubernetes.machine import API, NODES, wait_until
+from tests.kubernetes.test_heads import name_of, processes_of
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
@@ -174,6 +177,33 @@ async def test_second_head_leads_and_passes_writes_on(cluster: Cluster, record: 
     record(
         "`external-nats`: the head that leads deleted by force; then `unicronctl cordon` in either head's pod",
         f"the other one leads after {led_s:.1f} s, no node lost; both take the order",
+    )
+
+
+@pytest.mark.overlay("external-nats")
+async def test_servers_that_stand_still_lose_nobody(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    watch, away_s = await cluster.watch(), 60
+    servers = [pid for node in NODES for pid in processes_of(node) if name_of(pid) == "nats-server"]
+    assert len(servers) == 3, servers
+    watch.act()
+    try:
+        for pid in servers:
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(away_s)
+    finally:
+        for pid in servers:
+            os.kill(pid, signal.SIGCONT)
+        back_s = time.monotonic()
+    await asyncio.to_thread(wait_until, cluster.is_live, 60, "live head")
+    live_s = time.monotonic() - back_s
+    for what in ("statefulset/unicron-head", AGENTS["external-nats"]):
+        await asyncio.to_thread(cluster.until_rolled, what)
+    await cluster.training(None)
+    assert not watch.lines("NodeLost", "WorkerExited") and not cluster.restarts(), watch.said()
+    record(
+        f"`external-nats`: all three servers stand still for {away_s} s",
+        f"live again {live_s:.1f} s after they go on; no node lost, no container restarted; {await watch.clean()}",
     )
 
 
