@@ -59,10 +59,10 @@ _CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blk
 
 _CPU_SHARES = 3 * 1024
 #: What a kubelet sets for the whole machine (pkg/kubelet/cm/container_manager_linux.go).
-_KUBELET_SETTINGS = (
-    "vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops", "kernel/keys/root_maxkeys",
-    "kernel/keys/root_maxbytes",
-)  # fmt: skip
+_KUBELET_SETTINGS = {
+    "vm/overcommit_memory": 1, "vm/panic_on_oom": 0, "kernel/panic": 10, "kernel/panic_on_oops": 1,
+    "kernel/keys/root_maxkeys": 1_000_000, "kernel/keys/root_maxbytes": 25_000_000,
+}  # fmt: skip
 
 
 def program(name: str) -> str | None:
@@ -227,14 +227,14 @@ class Machine:
             )
 
     def _keep_kernel_settings(self) -> None:
-        """Have kubelets write their settings of the kernel into copies: the true ones are the whole machine's, and
-        outlive our namespaces."""
+        """Have kubelets find their settings of the kernel in copies: the true ones are the whole machine's, and outlive
+        our namespaces; and three that write at once read what is half written."""
         copies = self.directory / "kernel"
         copies.mkdir()
-        for name in _KUBELET_SETTINGS:
-            setting, copy = Path("/proc/sys", name), copies / name.replace("/", ".")
-            copy.write_text(setting.read_text())
-            subprocess.run(["mount", "--bind", str(copy), str(setting)], check=True)
+        for name, value in _KUBELET_SETTINGS.items():
+            copy = copies / name.replace("/", ".")
+            copy.write_text(f"{value}\n")
+            subprocess.run(["mount", "--bind", str(copy), f"/proc/sys/{name}"], check=True)
 
     def _make_network(self) -> None:
         ip("link", "set", "lo", "up")
