@@ -20,6 +20,8 @@ from unicrond.views.goodput_report import open_report
 
 TASK = "big"
 TIMEOUT_S = 180.0
+#: A node is lost after two of them and half a second. On a busy machine an agent had no processor for 2.5 s.
+HEARTBEAT_S = 2.0
 _LOOK_AGAIN_S = 0.05
 
 
@@ -130,7 +132,7 @@ async def live_cluster(
     *,
     nodes: int,
     workers: int,
-    heartbeat_s: float = 1.0,
+    heartbeat_s: float = HEARTBEAT_S,
     agents_hand_over: bool = True,
     keys: bool = False,
     **settings: Any,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.integration.live import TASK, Live, seats
+from tests.integration.live import HEARTBEAT_S, TASK, Live, seats
 from tests.integration.tcp_proxy import Proxy, proxy_to
 from unicrond.core.state.state import NodeStatus
 from unicrond.local.dev import DevCluster
@@ -19,7 +19,7 @@ NODES = 3
 @asynccontextmanager
 async def cluster_behind_proxy(directory: Path) -> AsyncIterator[tuple[Live, Proxy]]:
     """A head with its NATS server, and agents that reach it only through a proxy."""
-    dev = DevCluster(directory, NODES, 1, 0, 1.0, settings={"policy": {"isolation_s": 1.0}})
+    dev = DevCluster(directory, NODES, 1, 0, HEARTBEAT_S, settings={"policy": {"isolation_s": 1.0}})
     async with proxy_to("127.0.0.1", dev.nats_port) as proxy:
         url = f"nats://127.0.0.1:{proxy.port}"
         for agent in dev.agents.values():

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.live import TASK, Live
+from tests.integration.live import HEARTBEAT_S, TASK, Live
 from unicrond.core.state.state import TaskStatus
 from unicrond.local.dev import DevCluster
 
@@ -26,7 +26,7 @@ _COMMITTED = re.compile(r"committed iterations? (?:\d+-)?(\d+), loss")
 @pytest.fixture
 async def live(tmp_path: Path) -> AsyncIterator[Live]:
     """Two nodes whose agents drain them at SIGTERM, within a short grace."""
-    dev = DevCluster(tmp_path, NODES, 1, 0, 1.0, agents_hand_over=False)
+    dev = DevCluster(tmp_path, NODES, 1, 0, HEARTBEAT_S, agents_hand_over=False)
     for agent in dev.agents.values():
         agent.env |= {"UNICRON_AGENT_GRACE_S": str(GRACE_S)}
     try:

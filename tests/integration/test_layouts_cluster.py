@@ -89,7 +89,7 @@ def task_of(tmp_path: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 async def test_node_loss_moves_task_to_best_layout_and_back(tmp_path: Path) -> None:
     """tp 2 on 2 nodes of 2 slots: two pairs, then two singles, then two pairs. No step is lost."""
-    async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=1.0) as dev:
+    async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0) as dev:
         await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=BY_TABLE))
         task = await until(dev, "two pairs train", lambda task: trains(task, (2, 1, 4), 3))
         at, node = task.progress.iteration, task.membership.members[0].node  # type: ignore[union-attr]

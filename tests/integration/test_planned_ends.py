@@ -44,7 +44,7 @@ async def replace_agent(live: Live, node: str, *, pod: bool) -> None:
     "updates", [pytest.param((True,), id="one"), pytest.param((False, True), id="two", marks=pytest.mark.matrix)]
 )
 async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool, ...]) -> None:
-    async with live_cluster(tmp_path, nodes=NODES, workers=NODES, heartbeat_s=1.0, agents_hand_over=False) as live:
+    async with live_cluster(tmp_path, nodes=NODES, workers=NODES, agents_hand_over=False) as live:
         await live.submit()
         before = await live.training(0)
         for pod in updates:
@@ -66,7 +66,7 @@ async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool,
 async def test_departed_node_is_forgotten(tmp_path: Path) -> None:
     """`unicronctl forget --leave`: its workers move, its agent ends with 0, and nothing of it is left in the state.
     Later another machine may have its name."""
-    async with live_cluster(tmp_path, nodes=NODES, workers=NODES - 1, heartbeat_s=1.0) as live:
+    async with live_cluster(tmp_path, nodes=NODES, workers=NODES - 1) as live:
         await live.submit()
         state = await live.training(0, beyond=3)
         node = min(nodes_of(state))
