@@ -201,6 +201,8 @@ def stalled(transition: Transition, stalled: Stalled) -> None:
         return
     commits.close_sum(transition, record.task)  # the commits show that it is not the last iteration which is late
     busy_with = transition.state.links.get(stalled.worker, WorkerLink()).busy
+    has_declared = busy_with is not None and mark.phase == "busy" and not mark.section_limit_us
+    is_slow = 0 < mark.section_limit_us <= stalled.still_us and not mark.is_waiting
     transition.append(
         HangSuspected(
             node=transition.config.node,
@@ -215,7 +217,9 @@ def stalled(transition: Transition, stalled: Stalled) -> None:
             is_stopped=stalled.is_stopped,
             still_us=stalled.still_us,
             limit_us=mark.limit_us,
-            section=busy_with.section if busy_with and mark.phase == "busy" else "",
+            section=busy_with.section if busy_with and has_declared else "",
+            slow_section=mark.section if is_slow else "",
+            slow_limit_us=mark.section_limit_us if is_slow else 0,
             report_number=stalled.times,
         )
     )

@@ -76,6 +76,8 @@ def _worker_marks(marks: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark
             collectives_entered=min(mark.collectives_entered, _NUMBER_MAX),
             is_waiting=mark.is_waiting,
             still_us=max(0, at_us - mark.changed_us),
+            section=mark.section,
+            section_us=mark.section_us(at_us),
         )
         for worker, mark in list(marks.items())[:_MARKS_MAX]
     ]

@@ -7,6 +7,8 @@ Rules
   shorter as soon as the usual time is known, and between groups there is none; a look costs some 20 microseconds.
 * Lateness is reported once, and again when it has lasted two, four, eight ... limits: a worker that is only slow moves
   on in between.
+* A worker that has not moved in a section of its program for longer than that section's limit (hook.section) is late as
+  well, whatever the iteration's limit; not while it waits in a collective. That is counted apart, anew after each move.
 * A process that the kernel shows as stopped for STOPPED_S is late, whatever its limit, which may be long: while
   state is saved, or as long as nothing is known of its iterations.
 * Time that a worker waits for a CPU does not count as time of its iteration: on a machine that is too busy, as when a
@@ -45,6 +47,9 @@ class _WatchedWorker:
     #: The iteration that was reported as late, and how often.
     late: tuple[int, int] = (0, 0)
     times: int = 0
+    #: The same of its section: when its mark changed last.
+    still_since_us: int = 0
+    section_times: int = 0
     #: Since when every look has found it stopped; 0: it is not.
     stopped_us: int = 0
     #: For how long it has waited for a CPU: until the last look, and until the last one before this iteration.
@@ -118,7 +123,7 @@ class MarkFiles:
 
 class ProgressWatch:
     """Reports late workers: `on_late(worker, mark, still_us, stopped, times)` is called in the loop; `times` counts
-    within an iteration."""
+    within an iteration, and within a section without a move."""
 
     def __init__(self, signs: Signs, on_late: Callable[[WorkerId, Mark, int, bool, int], None]) -> None:
         self._signs = signs
@@ -168,12 +173,27 @@ class ProgressWatch:
         due_us = mark.boundary_us + mark.limit_us * 2**watched.times + starved_us
         if is_stopped and not watched.times:
             due_us = min(due_us, watched.stopped_us + int(STOPPED_S * 1e6))
+        section_due_us = _section_due_us(watched, mark, starved_us)
+        due_us = min(due_us, section_due_us or due_us)
         if now_us < due_us:
             self._look_in(worker, min(due_us - now_us, int(IDLE_S * 1e6)))
         elif now_us - watched.looked_for_us > _HELD_UP_US:
             self._look_in(worker, int(IDLE_S * 1e6))
         else:
-            watched.times += 1
-            self._on_late(worker, mark, max(0, now_us - mark.changed_us - starved_us), is_stopped, watched.times)
+            if due_us == section_due_us:
+                watched.section_times += 1
+            else:
+                watched.times += 1
+            times = watched.times + watched.section_times
+            self._on_late(worker, mark, max(0, now_us - mark.changed_us - starved_us), is_stopped, times)
             if worker in self._watched:
                 self._look_in(worker, int(IDLE_S * 1e6))
+
+
+def _section_due_us(watched: _WatchedWorker, mark: Mark, starved_us: int) -> int:
+    """Return when the worker has not moved in its section for too long; 0: never."""
+    if watched.still_since_us != mark.changed_us:
+        watched.still_since_us, watched.section_times = mark.changed_us, 0
+    if not mark.section_limit_us or mark.is_waiting:
+        return 0
+    return mark.changed_us + (mark.section_limit_us << watched.section_times) + starved_us

@@ -107,6 +107,8 @@ class StackKeeper:
             is_waiting=mark.is_waiting,
             still_us=min(max(0, self._signs.now_us() - mark.changed_us), _DURATION_MAX_US),
             is_stopped=self._signs.is_stopped(pid),
+            section=mark.section,
+            section_us=min(mark.section_us(self._signs.now_us()), _DURATION_MAX_US),
         )
 
     def _read(self, worker: WorkerId, pid: int) -> Callable[[WorkerStack], Awaitable[tuple[WorkerStack, str]]]:

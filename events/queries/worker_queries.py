@@ -91,11 +91,12 @@ class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     error: Text = ""
 
 
-class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The place of a worker, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
 
     `collectives_entered`: the collectives across replicas that it has entered in `generation`; `is_waiting`: it has not
-    left the last of them. `still_us`: for how long the mark has not changed.
+    left the last of them. `still_us`: for how long the mark has not changed. `section`: which part of
+    its program it is in (hook.section), for `section_us`; "": none.
     """
 
     worker: WorkerId
@@ -106,6 +107,8 @@ class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     collectives_entered: Count
     is_waiting: bool
     still_us: Count
+    section: Text = ""
+    section_us: Count = 0
 
 
 def encode_flight(collectives: Sequence[Collective]) -> bytes:

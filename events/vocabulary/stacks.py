@@ -64,7 +64,8 @@ def place_in_program(text: str) -> str:
 class WorkerStack(Value, frozen=True, kw_only=True):
     """Tell where one worker stood.
 
-    `phase` to `still_us`: by its mark (agents/protocol/marks.py). `collective`: the last that its flight recorder
+    `phase` to `still_us`: by its mark (agents/protocol/marks.py); `section`: what its program says that it is in, for
+    `section_us` (hook.section), "": nothing. `collective`: the last that its flight recorder
     holds, "" where it tells none. `stack`: the number of its text in the event, from 1; 0: none, and `trouble` says
     why.
     """
@@ -80,15 +81,18 @@ class WorkerStack(Value, frozen=True, kw_only=True):
     reader: StackReader = ""
     stack: Small = 0
     trouble: Text = ""
+    section: Text = ""
+    section_us: Duration = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""
         collective = f" {self.collectives_entered}" + (f" ({self.collective})" if self.collective else "")
         place = f", waits in collective{collective}" if self.is_waiting else ""
         process = ", its process is stopped" if self.is_stopped else ""
+        section = f", in section {self.section} for {seconds(self.section_us)}" if self.section else ""
         return (
             f"{self.worker} stands in {self.phase} of iteration {self.iteration} for {seconds(self.still_us)}"
-            f"{place}{process}"
+            f"{section}{place}{process}"
         )
 
 

@@ -108,7 +108,8 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     replicas that it has entered in `generation`; `is_waiting`: it has not left the last of them. `still_us`: for how
     long the mark has not changed. `is_stopped`: the kernel shows the process as stopped. `section`: what it had
     declared to be busy with, for at most so long (hook.section); "": nothing. `report_number`: which report of
-    this iteration it is, from 1; 0: not numbered.
+    this iteration it is, from 1; 0: not numbered. `slow_section`: the section in which it has not moved for longer than
+    `slow_limit_us`, as calculated from what that section took; "": none.
     """
 
     phase: Phase
@@ -120,9 +121,16 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     limit_us: Duration
     section: Text = ""
     report_number: Small = 0
+    slow_section: Text = ""
+    slow_limit_us: Duration = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""
+        if self.slow_section:
+            return (
+                f"worker {self.worker} on {self.node} has not moved in {self.slow_section} of iteration"
+                f" {self.iteration} for {seconds(self.still_us)} (limit {seconds(self.slow_limit_us)})"
+            )
         place = f"{'waits in' if self.is_waiting else 'has left'} collective {self.collectives_entered}"
         process = ", its process is stopped" if self.is_stopped else ""
         busy = f", busy with {self.section}" if self.section else ""

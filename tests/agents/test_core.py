@@ -21,6 +21,7 @@ from unicrond.agents.core.state import (
     HandOver,
     LeaveNow,
     LogSeen,
+    Stalled,
     TellForkServer,
     TellWorker,
     Unreadable,
@@ -613,6 +614,17 @@ def test_busy_section_is_reported_once_it_lasts(node: Node) -> None:
     node.fire("busy", "a.1")
     node.say("a.1", WorkerBusy(**reporter("a.1"), section="", limit_us=0))
     assert [event.section for event in node.of(WorkerBusy)] == ["export", ""]
+
+
+@pytest.mark.parametrize(("still_us", "waiting", "says"), [(6, 0, "data"), (4, 0, ""), (6, 1, "")])
+def test_late_worker_is_reported_with_the_section_that_it_hangs_in(
+    node: Node, still_us: int, waiting: int, says: str
+) -> None:
+    member(node, "a.1", 1)
+    mark = mark_in("data")._replace(collectives_entered=waiting, section="data", section_limit_us=5)
+    node.feed(Stalled(worker="a.1", mark=mark, still_us=still_us, is_stopped=False))
+    (report,) = node.of(HangSuspected)
+    assert (report.slow_section, report.slow_limit_us, report.section) == (says, 5 if says else 0, "")
 
 
 def test_exit_repeats_no_cause_that_worker_reported(node: Node) -> None:

@@ -209,3 +209,47 @@ async def test_watch_returns_last_mark_once(tmp_path: Path) -> None:
     assert told.watch.drop(WORKER) is None
     assert [(await told.next())[0].iteration for _ in range(2)] == [10, 10], "only the other one is late"
     told.watch.close()
+
+
+def slow_in(mark: Marker, limit_us: int = LIMIT_US) -> None:
+    mark.begin_iteration(7, 600_000_000)
+    mark.enter_section(b"data", marks.now_us(), limit_us, marks.now_us())
+
+
+async def test_hang_in_a_section_is_reported_by_its_own_limit(tmp_path: Path) -> None:
+    """The iteration may last ten minutes."""
+    told, mark = Told(tmp_path), marker(tmp_path)
+    told.watch.follow(WORKER, os.getpid())
+    slow_in(mark)
+    first, still_us, _ = await told.next()
+    assert (first.section, first.section_limit_us) == ("data", LIMIT_US) and still_us >= LIMIT_US
+    _, again_us, _ = await told.next()
+    assert again_us >= 2 * LIMIT_US
+    mark.phase = "backward"  # it moves: its time begins anew
+    moved_us = marks.now_us()
+    _, still_us, _ = await told.next()
+    assert LIMIT_US <= still_us <= marks.now_us() - moved_us + 1_000
+    told.watch.close()
+
+
+async def test_worker_that_waits_in_a_collective_is_late_in_no_section(tmp_path: Path) -> None:
+    told, mark = Told(tmp_path), marker(tmp_path)
+    told.watch.follow(WORKER, os.getpid())
+    slow_in(mark)
+    mark.entering()
+    await told.looked(8)
+    assert told.queue.empty()
+    mark.leaving()
+    assert (await told.next())[0].section == "data"
+    told.watch.close()
+
+
+async def test_slow_section_makes_the_iteration_no_later(tmp_path: Path) -> None:
+    """What was told of the section does not count as lateness of the iteration, whose own limit comes after it."""
+    told, mark = Told(tmp_path), marker(tmp_path)
+    told.watch.follow(WORKER, os.getpid())
+    slow_in(mark)
+    await told.next()
+    watched = told.watch._watched[WORKER]
+    assert (watched.times, watched.section_times > 0) == (0, True)
+    told.watch.close()

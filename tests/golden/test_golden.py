@@ -29,3 +29,10 @@ def test_golden_bytes_stay_stable(name: str) -> None:
 def test_new_fields_change_golden_bytes(kind: type) -> None:
     """A field that was added since the golden bytes were written is not in them: that is a schema change."""
     assert encode(example(kind)).hex() == GOLDEN[kind.__name__]["hex"], "the schema of this event has changed"
+
+
+def test_hang_of_before_its_sections_reads_the_same() -> None:
+    """With more than 15 fields in the class msgspec writes the length of its map in three bytes; before it was one."""
+    body = bytes.fromhex(GOLDEN["HangSuspected"]["hex"])
+    assert body.count(b"event\xde\x00\x0d") == 1
+    assert decode(body.replace(b"event\xde\x00\x0d", b"event\x8d")) == decode(body)

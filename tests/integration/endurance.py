@@ -217,7 +217,9 @@ def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
 
     tree, _ = checkpoint.load(directory, task, iteration, 0)
     return dict(
-        _leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s", "usual")}, "")
+        _leaves(
+            {key: value for key, value in tree.items() if key not in ("generators", "pace_s", "usual", "sections")}, ""
+        )
     )
 
 

@@ -113,14 +113,15 @@ async def test_program_stop_completes_task(live: Live, name: str, order: str, la
 
 @in_one_loop
 async def test_evaluation_section_and_long_start_are_no_faults(live: Live) -> None:
-    """Twice the least limit of a hang (3 s here), on both replicas; a start longer than the cluster's limit."""
+    """Twice the least limit of a hang (3 s here), on both replicas, once declared and once not; a start longer than the
+    cluster's limit."""
     before, _ = await live.dev.state()
-    orders = ["12:all:busy=7/60"]
+    orders = ["12:all:busy=7/60", "20:all:busy=7"]
     state = await ended(live, "patient", *orders, env={"START_S": str(CLUSTER_START_S + 1)})
     assert state.tasks["patient"].status is TaskStatus.COMPLETED, state.tasks["patient"].ending.reason
     assert state.incidents_total == before.incidents_total
     told = live.events("WorkerBusy", after=before.seq)
-    assert [event["section"] for event in told].count("evaluation") == 2
+    assert [event["section"] for event in told].count("evaluation") == 4
 
 
 @in_one_loop
@@ -139,6 +140,19 @@ async def test_busy_overrun_counts_as_hang(live: Live) -> None:
     assert (
         incidents[0].kind == "hang" and "busy with evaluation for longer than it has declared" in incidents[0].message
     )
+
+
+@in_one_loop
+async def test_hang_in_a_short_section_is_found_before_the_iteration_is_late(live: Live) -> None:
+    """Iterations of 3 s may last 9 s. Fetching takes no time: five floors are its limit, and twice that is a hang."""
+    env = {"LASTS_S": "3", "UNICRON_HANG_FLOOR_S": "0.3"}
+    state = await ended(live, "stalls", "10:other:stall", iterations=11, env=env)
+    (incident,) = [incident for incident in state.closed_incidents if "stalls" in incident.generations]
+    assert incident.kind == "hang" and "has not moved in fetch for" in incident.message
+    assert next(iter(incident.sections)) == incident.worker and incident.sections[incident.worker][0] == "fetch"
+    assert 3.0 <= (incident.detected_us - incident.occurred_us) / 1e6 < 8.0
+    shown = await live.run("unicronctl", "--url", live.dev.url, "describe", "incident", incident.id)
+    assert f"longest: {incident.worker} in fetch for" in shown
 
 
 @in_one_loop

@@ -12,9 +12,11 @@ how many steps after its first. At the end of that iteration, behind the optimiz
     exit        the process ends at once, with code 0
     sys.exit    the program ends, with code 0
     hang        it stands still for ever
-    busy=A/B    it is busy with an evaluation for A seconds, of at most B
+    busy=A/B    it is busy with an evaluation for A seconds, of at most B; `busy=A`: of as many as its limit is
+    stall       it stands still for ever in the section "fetch", which each iteration has
 
-`START_S` in the environment: how long it takes to start. What it does after the loop stands in DIRECTORY/<worker>.end.
+`START_S` in the environment: how long it takes to start; `LASTS_S`: how long each iteration lasts at least. What it
+does after the loop stands in DIRECTORY/<worker>.end.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step(increment=spec.global_batch)
         done = step.iteration
+        time.sleep(float(os.environ.get("LASTS_S", "0")))
         whats = []
         for order in sys.argv[2:]:
             when, who, what = order.split(":")
@@ -71,9 +74,12 @@ def main() -> None:
             time.sleep(3600.0)
         for what in whats:
             if what.startswith("busy="):
-                takes_s, at_most_s = map(float, what.removeprefix("busy=").split("/"))
-                with hook.section("evaluation", timeout_s=at_most_s):
-                    time.sleep(takes_s)
+                takes_s, _, at_most_s = what.removeprefix("busy=").partition("/")
+                with hook.section("evaluation", timeout_s=float(at_most_s) if at_most_s else None):
+                    time.sleep(float(takes_s))
+        with hook.section("fetch"):
+            if "stall" in whats:
+                time.sleep(3600.0)
     (Path(sys.argv[1]) / f"{launch.worker}.end").write_text(f"after {done}")
 
 

@@ -120,3 +120,23 @@ def test_reader_refuses_mark_beyond_bounds(tmp_path: Path, number: int) -> None:
 def test_reader_never_blocks_on_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m")
     assert read(tmp_path / "m") is None
+
+
+def test_page_of_an_older_fork_server_holds_no_section(tmp_path: Path) -> None:
+    """Nor does a mark of an older worker: each goes on with the first record."""
+    (tmp_path / "m").write_bytes(bytes(96))
+    marker = Marker(tmp_path / "m")
+    marker.begin_iteration(17, 5_000)
+    marker.enter_section(b"data", 1, 2, 3)
+    mark = read(tmp_path / "m")
+    assert mark is not None and (mark.iteration, mark.section, mark.section_limit_us) == (17, "", 0)
+    assert (tmp_path / "m").stat().st_size == 96
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 72, b"\x01" + bytes(7) + b"a b" + bytes(53) + b"\x01" + bytes(7)])
+def test_reader_takes_no_section_from_garbage(tmp_path: Path, garbage: bytes) -> None:
+    Marker(tmp_path / "m").begin_iteration(17, 5_000)
+    record = (tmp_path / "m").read_bytes()
+    (tmp_path / "m").write_bytes(record[:96] + garbage)
+    mark = read(tmp_path / "m")
+    assert mark is not None and (mark.iteration, mark.section) == (17, "")

@@ -10,8 +10,9 @@ from tests.unicrond.cluster import MiniCluster, members, trained
 from tests.unicrond.test_hangs import suspect
 from unicrond.core.folding.stacks import PLACES_MAX, WORKERS_MAX
 from unicrond.core.replayer import steps
+from unicrond.display.describe import describe_object
 from unicrond.events import vocabulary as v
-from unicrond.views.accounts import Accounts
+from unicrond.views.accounts import Accounts, stood_lines
 
 TEXT = """\
 Thread MainThread (most recent call first):
@@ -101,6 +102,21 @@ def test_closed_incident_shows_where_all_ranks_stood() -> None:
     assert f"Where the workers stood:\n  {others[0]}, {others[1]}: waits in collective 9" in page
 
 
+def test_incident_shows_the_slowest_sections_of_all_ranks() -> None:
+    cluster = trained(3)
+    culprit, (one, other) = hang(cluster)
+    taken(cluster, replace(waits(one), section="step", section_us=2_000_000), replace(waits(other), still_us=3_000_000))
+    taken(cluster, v.WorkerStack(worker=culprit, phase="forward", iteration=4, section="data", section_us=9_000_000))
+    (incident,) = cluster.state.closed_incidents
+    assert list(incident.sections.items()) == [
+        (culprit, ("data", 9_000_000)), (other, ("reduce", 3_000_000)), (one, ("step", 2_000_000)),
+    ]  # fmt: skip
+    said = f"longest: {culprit} in data for 9.000 s, {other} in reduce for 3.000 s, {one} in step for 2.000 s"
+    assert said in "\n".join(stood_lines(incident))
+    shown = describe_object(cluster.state, "incident", incident.id)
+    assert said in next(section.body for section in shown if section.title == "where the workers stood")
+
+
 def test_stacks_of_no_incident_are_kept_in_the_log_alone() -> None:
     cluster = trained(3)
     before = cluster.state.closed_incidents, cluster.state.incidents
@@ -116,5 +132,5 @@ def test_incident_is_bounded_whatever_the_stacks_are(places: list[tuple[int, int
         stack = v.WorkerStack(worker=f"big.{number + 100}", iteration=iteration)
         taken(cluster, stack, replace(stack, worker=culprit), texts=())
     incident = (*cluster.state.closed_incidents, *cluster.state.incidents.values())[0]
-    assert len(incident.stacks) <= PLACES_MAX
+    assert len(incident.stacks) <= PLACES_MAX and len(incident.sections) <= WORKERS_MAX
     assert all(0 < len(workers) <= WORKERS_MAX for workers in incident.stacks.values())

@@ -315,6 +315,64 @@ def test_fold_takes_degradation_of_unknown_task() -> None:
     assert cluster.state.seq == len(cluster.log)
 
 
+# --- sections ---------------------------------------------------------------------------------------
+
+
+def slow(cluster: MiniCluster, member: str, limits: float, section: str = "data") -> None:
+    """It has not moved in the section for so many of its limits; the iteration may last a hundred."""
+    suspect(
+        cluster, member, phase="data", collectives_entered=8, is_waiting=False, report_number=1, slow_section=section,
+        slow_limit_us=LIMIT_US, still_us=int(limits * LIMIT_US), limit_us=100 * LIMIT_US,
+    )  # fmt: skip
+
+
+def test_hang_in_a_section_is_judged_by_that_sections_limit(cluster: MiniCluster) -> None:
+    culprit, *others = members(cluster)
+    slow(cluster, culprit, 1.1)
+    assert not cluster.state.incidents, "it may be slow alone"
+    slow(cluster, culprit, 2.1)
+    cluster.run()
+    cluster.assert_whole()
+    (incident,) = cluster.state.closed_incidents
+    assert (incident.kind, incident.worker) == ("hang", culprit)
+    assert "it has not moved in data for 2.100 s (limit 1.000 s, by what it took before)" in incident.message
+    assert set(others) < set(members(cluster))
+
+
+def test_members_that_are_slow_alike_are_not_accused(cluster: MiniCluster) -> None:
+    """What they read from stands still; one that hangs in another section does so by itself."""
+    one, other, third = members(cluster)
+    for limits in (1.1, 2.1, 4.1):
+        for member in (one, other):
+            slow(cluster, member, limits)
+    assert not cluster.state.incidents
+    slow(cluster, third, 2.1, "step")
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [third]
+
+
+def test_only_replica_is_judged_by_its_iteration_alone() -> None:
+    cluster = trained(1)
+    for limits in (1.1, 2.1, 4.1):
+        slow(cluster, members(cluster)[0], limits)
+    assert not cluster.state.incidents
+
+
+def test_worker_of_a_replica_of_two_is_accused_beside_its_peers_report_alone() -> None:
+    """They wait for each other unseen: the one that has stood still for longer hangs."""
+    cluster = MiniCluster(3)
+    for number in range(3):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
+    cluster.run()
+    cluster.train("big", 3)
+    cluster.run()
+    culprit, victim, *_ = members(cluster)
+    slow(cluster, victim, 2.1, "forward")
+    assert not cluster.state.incidents
+    slow(cluster, culprit, 2.2)
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]
+
+
 # --- by the reports that are there ----------------------------------------------------------------
 
 

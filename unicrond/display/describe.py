@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from unicrond.core.faults.local_faults import fault_text
 from unicrond.core.faults.program_faults import diverging_text, looping_text, occurrences
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.folding.stacks import slowest_sections
 from unicrond.core.nodes.brakes import hold_lines
 from unicrond.core.nodes.drains import departure_text
 from unicrond.core.nodes.isolation import waits_for
@@ -236,7 +237,7 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
     sections = [Section(f"incident {name}", facts)]
     if incident.stacks:
         places = [f"{abridge(workers)}: {clean(place)}" for place, workers in incident.stacks.items()]
-        sections.append(Section("where the workers stood", places))
+        sections.append(Section("where the workers stood", [*places, slowest_sections(incident)]))
     if incident.log_tail:
         sections.append(Section(f"last output of {incident.worker}", incident.log_tail.splitlines()))
     return [*sections, Section("more", [f"unicronctl story incident {name}"])]

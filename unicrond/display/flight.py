@@ -43,6 +43,8 @@ def ranks_table(ranks: Sequence[Mapping[str, Any]], marks: Mapping[str, Mapping[
         open_ones = [collective for collective in rank["collectives"] if not collective["is_over"]]
         last = (open_ones or rank["collectives"] or [None])[-1]
         position = f"{mark['phase']}, iteration {mark['iteration']}" if mark else "not known"
+        if mark and mark.get("section"):
+            position += f", section {mark['section']} for {_span(mark['section_us'])}"
         entered = str(mark["collectives_entered"]) if mark else ""
         waits = f"for {_span(mark['still_us'])}" if mark and mark["is_waiting"] else "no" if mark else ""
         name = f"{last['name']} {last['sizes']}" if last else ""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from unicrond.core.folding.stacks import incident_of
+from unicrond.core.folding.stacks import incident_of, slowest_sections
 from unicrond.core.nodes.outages import outcome
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
@@ -357,7 +357,7 @@ def incident_title(incident: Incident) -> list[str]:
 def stood_lines(incident: Incident) -> list[str]:
     """Say where the workers of the incident's group stood when it hung; nothing where no stack was taken."""
     lines = [f"  {abridge(workers)}: {clean(place)}" for place, workers in incident.stacks.items()]
-    return ["", "Where the workers stood:", *lines] if lines else []
+    return ["", "Where the workers stood:", *lines, f"  {slowest_sections(incident)}"] if lines else []
 
 
 def _lost_work(incident: Incident) -> str:

@@ -18,9 +18,10 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -34,6 +35,7 @@ from unicrond.agents.trainer.detection.baseline import RECENT, SLOW, Baseline
 from unicrond.agents.trainer.detection.checksum import ParameterDigest, checksum
 from unicrond.agents.trainer.detection.divergence import NEWCOMER_ITERATIONS, ReplicaDifference, judge_parameters
 from unicrond.agents.trainer.detection.own_time import ComputeTime
+from unicrond.agents.trainer.detection.sections import ProgramSection, ProgramSections
 from unicrond.agents.trainer.detection.spikes import Spikes
 from unicrond.agents.trainer.detection.stragglers import StragglerFinding, Stragglers
 from unicrond.agents.trainer.groups.group import ShardGroup
@@ -104,7 +106,10 @@ class Detection:
         self._interval = (spec.checkpoint.interval or 0) if spec.checkpoint.dir else 0
         self._parameters = list(parameters)
         self._digest = ParameterDigest(self._parameters)
-        self._baseline = Baseline(floor_us=int(settings.hang_floor_s * 1e6), start_us=int(settings.start_s * 1e6))
+        floor_us = int(settings.hang_floor_s * 1e6)
+        self._baseline = Baseline(floor_us=floor_us, start_us=int(settings.start_s * 1e6))
+        self._sections = ProgramSections(self._mark, floor_us)
+        self._group: ShardGroup | None = None
         self._spikes: dict[CorruptionSign, Spikes] = {
             "loss": Spikes(rise=1.0),
             "gradient_norm": Spikes(rise=9.0),
@@ -132,6 +137,8 @@ class Detection:
     def start_generation(self, group: ShardGroup, *, share: int = 0, joins: bool = False) -> None:
         """Start observing another group. `share`, `joins`: see Baseline.reset."""
         self._mark.enter_group(group.generation)
+        self._sections.begin_turn()
+        self._group = group
         group.mark = self._mark
         self._baseline.reset(share=share, joins=joins)
         self._recent.clear()
@@ -141,37 +148,61 @@ class Detection:
         self.compute_time.clear()
         self._limit_collectives(group)
 
-    def baseline_words(self) -> list[int]:
-        """Return what a newcomer is to know of the iterations' times; travels with the state."""
-        return self._baseline.words()
+    def words(self) -> dict[str, Any]:
+        """Return what a newcomer is to know of the times of iterations and sections; travels with the state."""
+        return {"usual": self._baseline.words(), "sections": self._sections.words()}
 
-    def inherit(self, words: object) -> None:
-        """Inherit what came with the state that was loaded."""
-        self._baseline.inherit(words)
+    def inherit(self, state: Mapping[str, Any]) -> None:
+        """Inherit the words that came with the state that was loaded."""
+        self._baseline.inherit(state.get("usual"))
+        self._sections.inherit(state.get("sections"))
+
+    def section(self, name: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
+        """Return the context of a part of the program. `timeout_s`: it is no training, and may last so long; None: its
+        limit is calculated. Raises ValueError for the name."""
+        section = self._sections.named(name)
+        return section if timeout_s is None and section.is_usual else self._declared(section, timeout_s)
 
     @contextmanager
-    def section(self, name: str, timeout_s: float) -> Iterator[None]:
-        """Run what the program declares: no hang within that time, and no plain iteration."""
-        mark, channel = self._mark, self._channel
-        phase, limit_us, began_us, timeout_us = mark.phase, mark.limit_us, now_us(), int(timeout_s * 1e6)
-        self._busiest_s = max(self._busiest_s, timeout_s)
-        channel.send(WorkerBusy(**self._reporter, section=name, limit_us=timeout_us))
+    def _declared(self, section: ProgramSection, timeout_s: float | None) -> Iterator[None]:
+        """Run what comes on top of the iteration's time, or may do so: no hang within its limit; and unless most
+        iterations have it, no plain iteration."""
+        mark, sections = self._mark, self._sections
+        limit_us_before = mark.limit_us
+        phase, is_calculated = mark.phase, timeout_s is None and bool(section.limit_us)
+        sections.enter(section, section.limit_us if is_calculated else 0)
+        on_top = timeout_s is not None or section.is_rare
+        if on_top:
+            self._allow(self._settings.start_s if timeout_s is None else timeout_s)
+        may_take_us = section.limit_us if is_calculated else int((timeout_s or self._settings.start_s) * 1e6)
+        report = partial(WorkerBusy, **self._reporter)
+        self._channel.send(report(section=section.encoded.decode(), limit_us=may_take_us))
         mark.phase = "busy"
-        if limit_us:
-            mark.limit_us = max(limit_us, mark.elapsed_us + timeout_us)
+        if limit_us_before:
+            mark.limit_us = max(limit_us_before, mark.elapsed_us + may_take_us)
+        has_failed = True
         try:
-            with self.compute_time.exclude():
+            with self.compute_time.exclude() if on_top else nullcontext():
                 yield
+            has_failed = False
         finally:
-            took_us = now_us() - began_us
+            took_us = sections.leave(has_failed=has_failed)
             mark.phase = phase
-            if limit_us:
-                mark.limit_us = limit_us + took_us
-            self._busy_us += took_us
-            channel.send(WorkerBusy(**self._reporter, section="", limit_us=0))
+            if limit_us_before:
+                mark.limit_us = limit_us_before + took_us
+            self._busy_us += took_us if on_top else 0
+            self._channel.send(report(section="", limit_us=0))
+
+    def _allow(self, busy_s: float) -> None:
+        """Have the others' collectives wait for as long: only one replica may have work in the section."""
+        if busy_s > self._busiest_s:
+            self._busiest_s = busy_s
+            if self._group is not None:
+                self._limit_collectives(self._group)
 
     def start_iteration(self, iteration: int) -> None:
         """Start the clock of an iteration, which begins or goes on in another group."""
+        self._sections.begin_turn(iteration)
         self._mark.begin_iteration(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
 
     def start_final_save(self, iteration: int, group: ShardGroup, longest_s: float | None) -> None:
@@ -222,6 +253,7 @@ class Detection:
         if _SAVING * self._busy_us <= duration_us:
             self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
         self._saving_us = self._busy_us = 0
+        self._sections.learn()
         self._limit_collectives(group)
 
     def has_saved(self, duration_us: int) -> bool:

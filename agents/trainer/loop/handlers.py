@@ -132,7 +132,7 @@ class EffectHandlers:
     def _observe(self, effect: e.Observe) -> None:
         membership, group = effect.membership, self.group
         self.detection.commit(effect.iteration, effect.duration_us, group)
-        self.saving.baseline_words = self.detection.baseline_words()
+        self.saving.duration_words = self.detection.words()
         self.detection.judge(effect.iteration, effect.total, membership, self.context.launch.shard, group.rank)
 
     def _flush(self, effect: e.Flush) -> None:
@@ -294,11 +294,11 @@ class EffectHandlers:
 
     def _adopt_state(self, tree: Tree, size_bytes: int, origin: StateSource, resharded_from: str = "") -> LoadedState:
         iteration, loss = self.state.restore(tree)
-        self.detection.inherit(tree.get("usual"))
+        self.detection.inherit(tree)
         return LoadedState(iteration, loss, size_bytes, origin, float(tree.get("pace_s", 0.0)), resharded_from)
 
     def _broadcast_state(self, effect: e.BroadcastState) -> None:
-        state = {**self.state.capture(effect.iteration, effect.loss), "usual": self.detection.baseline_words()}
+        state = {**self.state.capture(effect.iteration, effect.loss), **self.detection.words()}
         group, tree = self.group, {"origin": effect.origin, "state": state}
         self.rendezvous.together(lambda: transfer.send_state(group, tree))
 

@@ -51,7 +51,6 @@ from unicrond.agents.trainer.process.randomness import seed_all
 from unicrond.agents.trainer.states.state import Stateful, as_one, flatten
 from unicrond.events.vocabulary import WorkerReady
 
-MAX_REASON = 512
 _FLUSH_S = 2.0
 #: An exception in the body of the loop has been reported by then.
 _LEFT_S = 1.0
@@ -107,9 +106,10 @@ class Step:
         """Mark what reads data (`with step.loading():`): an exception or a hang there is reported as one of the
         data."""
         process = self._hook._context
-        phase, process.phase = process.phase, "data"
-        yield
-        process.phase = phase
+        with self._hook.section("data"):
+            phase, process.phase = process.phase, "data"
+            yield
+            process.phase = phase
 
     def seed(self, micro_batch: int) -> None:
         """Seed every random number drawn for the micro-batch; call it first in the forward step."""
@@ -296,20 +296,18 @@ class Hook:
         if message is not None:
             self._context.channel.send(message)
 
-    @contextlib.contextmanager
-    def section(self, name: str, *, timeout_s: float) -> Iterator[None]:
-        """Declare long work in the loop that is not training: `with hook.section("evaluation", timeout_s=600):`.
+    def section(self, name: str, *, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a part of the loop (`with hook.section("data"):`): a hang there is found by what that
+        part takes. `timeout_s`: of long work that is not training; None: the limit is calculated.
 
-        Within that time no worker counts as hanging; a worker that is busy for longer does, by that name. Enter it on
-        every replica, whichever does the work inside: the others then wait for as long. Raises ValueError.
+        Enter it on every replica, whichever does the work inside: the others then wait for as long. Raises ValueError.
         """
-        if not name or not 0.0 < timeout_s <= _BUSY_MAX_S:
+        if timeout_s is not None and not 0.0 < timeout_s <= _BUSY_MAX_S:
             raise ValueError(
-                f"hook.section({name!r}, timeout_s={timeout_s}): give a name, and its most seconds (above 0,"
-                f" at most {_BUSY_MAX_S:g})"
+                f"hook.section({name!r}, timeout_s={timeout_s}): give its most seconds (above 0, at most"
+                f" {_BUSY_MAX_S:g}), or none"
             )
-        with self._driver.detection.section(name[:MAX_REASON], timeout_s):
-            yield
+        return self._driver.detection.section(name, timeout_s)
 
     # --- within an iteration ---------------------------------------------------------------------
 

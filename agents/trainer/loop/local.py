@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from unicrond.agents.protocol.sampling import Sampling, work_seed
+from unicrond.agents.trainer.detection.sections import check_name
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
 from unicrond.agents.trainer.lifecycle.ledger import to_fixed_point
 from unicrond.agents.trainer.loop.examination import Examination
@@ -185,10 +186,10 @@ class LocalHook:
             raise ValueError("hook.stop(reason): give the reason in a few words")
         self.stop_reason = reason
 
-    @contextlib.contextmanager
-    def section(self, name: str, *, timeout_s: float) -> Iterator[None]:
-        """Declare long work that is not training; no other replica waits for it here."""
-        yield
+    def section(self, name: str, *, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a part of the loop, which nobody watches here. Raises ValueError for the name."""
+        check_name(name)
+        return contextlib.nullcontext()
 
     def register(self, name: str, stateful: Any) -> None:
         """Note the name, which must be free; no state travels here. Raises ValueError."""

@@ -110,7 +110,7 @@ class Saving:
         #: Which state was saved last, or was to be, as (iteration, generation), and how often.
         self._attempted, self._attempt = (0, 0), 0
         #: What is known of the iterations' times (baseline.py), for the next owner of the state.
-        self.baseline_words: list[int] = []
+        self.duration_words: dict[str, Any] = {}
         #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
         self.assembled: AssembledState | None = None
 
@@ -187,7 +187,7 @@ class Saving:
     # --- capturing -------------------------------------------------------------------------------
 
     def _tree(self, iteration: int, loss: float) -> dict[str, Any]:
-        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s, "usual": self.baseline_words}
+        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s, **self.duration_words}
         tree[origins.KEY] = msgspec.to_builtins(self.origin.present())
         return tree if self.assembled is None else {**tree, "optimizer": self.assembled.tree}
 

@@ -7,6 +7,11 @@ Rules
 * A process that the kernel shows as stopped is a culprit by itself.
 * A program that is busy for longer than it has declared (hook.section) is a culprit by itself, too; one that is not
   late by that is not reported, and workers that wait for it are no victims.
+* Who has not moved in a section of the program for SECTION_LIMITS of that section's calculated limit is a culprit by
+  itself, too: its agent watches no section while the worker waits in a collective. Where half of the replicas or more
+  are late in the same section, it is what they share (a file system), and the section says nothing; nor does it of an
+  only replica. Of a replica of
+  several workers, which wait for each other unseen, all must have been reported.
 * Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
   is longer). Only in logs older than `HangSuspected.report_number` nothing is judged before all members have been
   reported.
@@ -27,11 +32,13 @@ Pure. What does not live here: marks (agents/protocol/marks.py), limits
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from unicrond.core.state.hang_tally import ALONE_LIMITS, STILL
+from unicrond.core.state.hang_tally import ALONE_LIMITS, STILL, hangs_in_section
 from unicrond.core.state.state import Task
 from unicrond.events.vocabulary import HangSuspected
+from unicrond.events.vocabulary.phrases import seconds
 
 
 class HangVerdict(NamedTuple):
@@ -51,6 +58,7 @@ def is_stale(task: Task, suspicion: HangSuspected) -> bool:
         return (
             not suspicion.is_stopped
             and not suspicion.section
+            and not suspicion.slow_section
             and suspicion.still_us < ALONE_LIMITS * suspicion.limit_us
         )
     return suspicion.iteration < task.progress.iteration
@@ -70,7 +78,7 @@ def _is_ripe(task: Task) -> bool:
     every report changes nothing, and costs a look at itself alone."""
     late = task.lateness
     count = late.counts
-    if count["stopped", -1] or count["busy", -1] or count["unnumbered", -1]:
+    if count["stopped", -1] or count["busy", -1] or count["slow", -1] or count["unnumbered", -1]:
         return True
     reports, collectives = count["all", -1], late.collectives()
     if reports and count["waits at", collectives[-1]] and any(count["hangs at", at] for at in collectives[:-1]):
@@ -106,6 +114,10 @@ def judge_all(task: Task, generation: int) -> HangVerdict | None:
         reason = f"it is busy with {overdue[0].section} for longer than it has declared (hook.section, timeout_s)"
         return HangVerdict(_one_per_replica(task, overdue), False, reason)
     members = _members(task, generation)
+    if slow := _slow_in_section(task, members, living):
+        reason = f"it has not moved in {slow[0].slow_section} for {seconds(slow[0].still_us)}"
+        reason += f" (limit {seconds(slow[0].slow_limit_us)}, by what it took before)"
+        return HangVerdict(_one_per_replica(task, slow), False, reason)
     silent = [name for name in members if name not in living]
     if not living or not members:
         return None
@@ -136,6 +148,26 @@ def judge_all(task: Task, generation: int) -> HangVerdict | None:
     if len(alone) < len(reports):
         return None
     return HangVerdict(_one_per_replica(task, alone), False, f"it has not moved for {ALONE_LIMITS} times the limit")
+
+
+def _slow_in_section(task: Task, members: list[str], living: Mapping[str, HangSuspected]) -> list[HangSuspected]:
+    """Return the reports of those that hang in a section of their own, and that not as most others do."""
+    replica_of = {name: task.workers[name].replica for name in members if name in task.workers}
+    late: dict[str, set[int]] = {}
+    for name, report in living.items():
+        if report.slow_section and name in replica_of:
+            late.setdefault(report.slow_section, set()).add(replica_of[name])
+    silent = {replica for name, replica in replica_of.items() if name not in living}
+    replicas = len(set(replica_of.values()))
+    return [
+        report
+        for name, report in living.items()
+        if hangs_in_section(report)
+        and name in replica_of
+        and replica_of[name] not in silent
+        and 2 * len(late[report.slow_section]) < max(replicas, 3)
+        and replicas > 1
+    ]
 
 
 def _members(task: Task, generation: int) -> list[str]:

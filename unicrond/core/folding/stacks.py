@@ -4,8 +4,9 @@ Rules
 -----
 * The stacks come after the decision that had them taken, so that the incident may be closed by then.
 * They belong to the incident of one of these workers, open or closed, else to the first that broke their group.
-* The state keeps one line per place with its workers, bounded; the stacks themselves stand in the log, and in the
-  incident's account (views/accounts.py). Nothing is decided by them.
+* The state keeps one line per place with its workers, and the section of its program that each was in and for how long
+  (hook.section; its phase where it named none), the slowest first; both bounded. The stacks themselves stand in the
+  log, and in the incident's account (views/accounts.py). Nothing is decided by them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from unicrond.core.state.changes import with_incident
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.phrases import abridge, clean, seconds
 from unicrond.events.vocabulary.stacks import place_in_program
 from unicrond.events.wire.envelope import Envelope
 
@@ -35,7 +37,13 @@ def stacks_taken(state: ClusterState, event: v.StacksTaken, _: Envelope) -> Clus
         has_room = len(workers) < WORKERS_MAX if workers else len(places) < PLACES_MAX
         if has_room and worker.worker not in workers:
             places[place] = (*workers, worker.worker)
-    return _with_closed(state, incident, replace(incident, stacks=places))
+    sections = dict(incident.sections)
+    for worker in event.workers:
+        span = (worker.section, worker.section_us) if worker.section else (worker.phase, worker.still_us)
+        sections.setdefault(worker.worker, span)
+    slowest = sorted(sections.items(), key=lambda entry: (-entry[1][1], entry[0]))
+    after = replace(incident, stacks=places, sections=dict(slowest[:WORKERS_MAX]))
+    return _with_closed(state, incident, after)
 
 
 def incident_of(state: ClusterState, event: v.StacksTaken) -> Incident | None:
@@ -56,6 +64,12 @@ def place_of(worker: v.WorkerStack, stacks: tuple[str, ...]) -> str:
     collective = f" ({worker.collective})" if worker.is_waiting and worker.collective else ""
     process = ", its process is stopped" if worker.is_stopped else ""
     return f"{where} of iteration {worker.iteration}{collective}{f', at {line}' if line else ''}{process}"[:400]
+
+
+def slowest_sections(incident: Incident) -> str:
+    """Say who stood longest in a section, the slowest first; "" where no stack was taken."""
+    spans = [f"{worker} in {clean(name)} for {seconds(us)}" for worker, (name, us) in incident.sections.items()]
+    return f"longest: {abridge(spans)}" if spans else ""
 
 
 def _with_closed(state: ClusterState, before: Incident, after: Incident) -> ClusterState:

@@ -23,21 +23,31 @@ from unicrond.events.vocabulary import HangSuspected
 STILL = 3
 #: Where no worker waits, an iteration that is merely long looks like a hang: more patience, in limits.
 ALONE_LIMITS = 3
+#: A section's limit is calculated: without a move for so many of them a worker hangs there.
+SECTION_LIMITS = 2
 
 #: What is counted, and at which collective; -1: wherever.
 Sign: TypeAlias = tuple[
-    Literal["all", "stopped", "busy", "unnumbered", "waits", "patient", "long", "entered", "waits at", "hangs at"], int
+    Literal[
+        "all", "stopped", "busy", "slow", "unnumbered", "waits", "patient", "long", "entered", "waits at", "hangs at"
+    ],
+    int,
 ]
+
+
+def hangs_in_section(suspicion: HangSuspected) -> bool:
+    """Return whether the worker has not moved in its section for long enough, by that section's own limit."""
+    return bool(suspicion.slow_section) and suspicion.still_us >= SECTION_LIMITS * suspicion.slow_limit_us
 
 
 class Lateness:
     """Of the suspicions of `generation`: `counts` per sign.
 
-    `all`: every report; `stopped`, `busy`: of a process that is stopped, or overdue by its own word; `unnumbered`: of
-    an agent of an older version (HangSuspected.report_number). `waits`: in a collective; `long`: still for
-    ALONE_LIMITS; `patient`: both. `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last
-    of them; stand still outside. `silent`: the member without a report that was found last and may still be reported,
-    "" where there was none.
+    `all`: every report; `stopped`, `busy`: of a process that is stopped, or overdue by its own word; `slow`: see
+    `hangs_in_section`; `unnumbered`: of an agent of an older version (HangSuspected.report_number). `waits`: in a
+    collective; `long`: still for ALONE_LIMITS; `patient`: both. `entered`, `waits at`, `hangs at`: have entered so many
+    collectives; wait in the last of them; stand still outside. `silent`: the member without a report that was found
+    last and may still be reported, "" where there was none.
     """
 
     __slots__ = ("counts", "generation", "silent", "suspicions", "workers")
@@ -76,6 +86,7 @@ class Lateness:
             ("all", -1): True,
             ("stopped", -1): suspicion.is_stopped,
             ("busy", -1): bool(suspicion.section),
+            ("slow", -1): hangs_in_section(suspicion),
             ("unnumbered", -1): not suspicion.report_number,
             ("waits", -1): suspicion.is_waiting,
             ("long", -1): is_long,

@@ -272,9 +272,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
     iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
     that no survivor could keep. `is_program_fault`: the task's own program is at fault, and no node pays for it.
-    `stacks`: of a group that hung, place -> the workers that stood there (folding/stacks.py). `nodes`: those that were
-    lost together (nodes/outages.py); `nodes_back`: how many came back before it was
-    closed, `back_us`: when the last of them did.
+    `stacks`, `sections`: of a group that hung, who stood where (folding/stacks.py). `nodes`: those that were lost
+    together (nodes/outages.py); `nodes_back`: how many came back before it was closed, `back_us`: when the last did.
     """
 
     id: str
@@ -307,6 +306,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     micro_batches_lost: int = 0
     is_program_fault: bool = False
     stacks: dict[str, tuple[str, ...]] = {}
+    sections: dict[str, tuple[str, int]] = {}
     nodes: tuple[str, ...] = ()
     nodes_back: int = 0
     back_us: int = 0
