@@ -77,6 +77,8 @@ def environment(row: Row, folder: Path) -> Path:
     if not (folder / "bin" / "pip").exists():
         subprocess.run([python, "-m", "venv", folder], check=True)
     packages = [f"torch=={row.torch}", f"megatron-core=={row.core}", "--editable", f"{ROOT}[all,dev]"]
+    if os.environ.get("MEGATRON"):
+        packages.append("pybind11")  # a checkout compiles its helpers at its first run
     pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", constraints(folder), *packages], check=True, cwd=ROOT)
     return folder / "bin"
@@ -86,6 +88,7 @@ def run(row: Row, folder: Path, variables: Mapping[str, str]) -> list[str]:
     """Run the row; return the cells behind its versions: tests, demo."""
     commands = environment(row, folder.parent / f"python{row.python}")
     folder.mkdir(parents=True, exist_ok=True)
+    variables = {**variables, "PATH": f"{commands}{os.pathsep}{variables.get('PATH', os.defpath)}"}
     suites = [str(commands / "pytest"), "-q", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider", "-m", _MARKS]
     with (folder / "tests.log").open("w") as log:
         subprocess.run([*suites, *_SUITES], cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.versions import core_seams
 from tests.versions.core_seams import OPTIONAL, STAND_INS, TRAINER, USES, installed, lost, uses
+from unicrond.agents.trainer.megatron.checkpointed import CheckpointedOptimizer
 
 
 def test_table_is_what_trainer_uses() -> None:
@@ -100,3 +102,14 @@ def test_stand_ins_answer_what_releases_ask(tmp_path: Path) -> None:
     path.write_text(f"def _build_model_gbuf_range():\n{lines}")
     assert set(STAND_INS.values()) == {"_Buffer", "_Bucket"}
     assert [line for line in lost(tmp_path) if "asks for" in line] == []
+
+
+def test_buffer_of_one_rank_has_one_shard() -> None:
+    """From 0.19 on the ranks are compared with the shards that a layout was made for: two, where two workers share
+    sequences."""
+    optimizer = CheckpointedOptimizer.__new__(CheckpointedOptimizer)
+    optimizer._groups = ("alone", "alone")
+    buffer = SimpleNamespace(data_parallel_group="both", data_parallel_world_size=2, num_optimizer_shards=2)
+    alone = optimizer._of_one(buffer)
+    assert (alone.data_parallel_group, alone.data_parallel_world_size, alone.num_optimizer_shards) == ("alone", 1, 1)
+    assert buffer.num_optimizer_shards == 2, "that of training stays"

@@ -156,7 +156,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
     def _of_one(self, buffer: Any) -> Any:
         """Return the buffer as that of a group of one rank; its buckets are the same."""
         alone = copy(buffer)
-        alone.data_parallel_group, alone.data_parallel_world_size = self._groups[0], 1
+        alone.data_parallel_group, alone.data_parallel_world_size, alone.num_optimizer_shards = self._groups[0], 1, 1
         return alone
 
     def _of_one_rank(self, rows: Rows) -> list[Any]:
