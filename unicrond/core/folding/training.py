@@ -32,7 +32,9 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     if task is None:
         return state
     generation, group = task.generation, task.group
-    if not task.progress.committed_generation <= event.generation <= generation or is_forgotten(task, event):
+    if not task.progress.committed_generation <= event.generation <= generation:
+        return state
+    if event.generation < generation and is_forgotten(task, event):
         return state
     # Nine of ten events are steps: parts that rarely change are compared first, and only rebuilt where they do.
     newest, troubled = event.generation == generation, task.troubles is not NO_TROUBLES
@@ -114,7 +116,7 @@ def _troubles(task: Task, event: v.StepCommitted, now_us: int, *, newest: bool, 
     if event.last > task.progress.best_iteration and (troubles.stuck or troubles.struck_below):
         below = {node: number for node, number in troubles.struck_below.items() if node}
         troubles = replace(troubles, stuck=0, struck_below=below)
-    return troubles
+    return troubles if troubles != NO_TROUBLES else NO_TROUBLES  # the very same, for the next step to tell
 
 
 def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope) -> ClusterState:

@@ -53,8 +53,10 @@ def _own_word(_task: Task, _event: v.Observation) -> str:
 
 def _lead_of_steps(task: Task, event: v.StepCommitted) -> str:
     refusal = _unless_lead(task, event, event.generation)
+    if not refusal:
+        return ""
     is_current = task.progress.committed_generation <= event.generation <= task.generation
-    return refusal if refusal and is_current and not is_forgotten(task, event) else ""  # outdated: without effect
+    return refusal if is_current and not is_forgotten(task, event) else ""  # outdated: without effect
 
 
 def is_forgotten(task: Task, event: v.StepCommitted) -> bool:
