@@ -223,7 +223,7 @@ class Marker:
         self._mark()
 
     def _unlimit_section(self) -> None:
-        # An iteration began in it, or another group: it is no short one.
+        # A section that contains an iteration, or the forming of a group, has no limit of its own.
         if self._section[0]:
             self.enter_section(*self._section[:2], 0, now_us())
 

@@ -195,9 +195,8 @@ async def _require_whole(source: Connection, contents: ArchiveSurvey) -> None:
     """Return where the stream that was made, which nobody else knows of yet, holds what the archive does. Raises
     LogDamaged."""
     state = (await api(source, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]
-    held = (state["first_seq"], state["last_seq"], state["messages"])
-    expected = (contents.first_seq, contents.last_seq, contents.last_seq - contents.first_seq + 1)
-    if held != expected:
+    count = contents.last_seq - contents.first_seq + 1
+    if (state["first_seq"], state["last_seq"], state["messages"]) != (contents.first_seq, contents.last_seq, count):
         raise LogDamaged(
             f"of entries {contents.first_seq} to {contents.last_seq} of the archive a nats-server has stored "
             f"{state['messages']}, from {state['first_seq']} to {state['last_seq']}"

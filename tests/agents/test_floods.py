@@ -291,7 +291,7 @@ async def test_flood_of_one_worker_delays_no_other(
     events = [entry.envelope.event for entry in coordinator.seen if isinstance(entry, RecordedEvent)]
     ours = [event for event in events if "a" in event.tasks_named()]
     print(f"{kind}: the other's end is told after {told_s:.3f} s; {len(ours)} entries; {end.log_tail.strip()}")
-    assert told_s < FLOOD_S / 2, "not behind the flood"
+    assert told_s < 1.0
     assert len(ours) < (32 if kind == "same error" else ENTRIES_AT_ONCE + ENTRIES_PER_S * (FLOOD_S + 5))
     assert agent.log().count("a.1 says more than goes on to the log") == 1
 

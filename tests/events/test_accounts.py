@@ -333,9 +333,8 @@ async def work(site: Site) -> None:
             await feed.follow(())
             commands = [command(10 * number + step, "n2", term=10 + number) for step in (0, 1)]
             seq = (await log.append(commands, fence=fence))[-1]
-            # The request of the agent before, which is gone, takes one command at most (see PULL_EXPIRES_S). By itself
-            # NATS would wait for its acknowledgement for half a minute.
-            async with aclosing(feed.read()) as deliveries, asyncio.timeout(6 * ACK_WAIT_S):
+            # The request of the agent before, which is gone, takes one command at most (see PULL_EXPIRES_S).
+            async with aclosing(feed.read()) as deliveries, asyncio.timeout(1.8 * ACK_WAIT_S):
                 while (await anext(deliveries)).seq < seq:
                     pass
             (seq,) = await NatsEventLog(links["agent-n2"]).append([fact(10 * number, "n2")])

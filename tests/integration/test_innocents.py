@@ -17,7 +17,6 @@ import pytest_asyncio
 
 from tests.integration.live import Live, live_cluster, members, nodes_of, seats
 from unicrond.agents.trainer.loop import corpus
-from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus
 from unicrond.ctl.inject import inject
 
@@ -93,7 +92,7 @@ async def test_start_ordered_from_dead_agent_is_void(live: Live) -> None:
     (void,) = [event for event in live.events("CommandFailed", after=before.seq) if event["node"] == "node1"]
     assert void["reason"].startswith("void: it was for an agent that has ended")
     assert nodes_of(ordered, "all") == nodes_of(state, "all")
-    assert took_s < Policy().worker_start_s, "nobody has waited for the time that a start may take"
+    assert took_s < 30.0, took_s
     kinds = {one.kind for one in state.closed_incidents[len(before.closed_incidents) :]}
     assert kinds <= {"node_lost"} and not live.events("NodeIsolated", after=before.seq), "no start has failed"
     troubles = state.tasks["all"].troubles

@@ -33,8 +33,7 @@ ENTER = ROOT / "deploy" / "container" / "enter"
 BIN = Path(sys.executable).parent
 TRIES = 6
 FIRST_S = 3.0
-#: What Kubernetes gives a head, and half of what it gives an agent, before it kills them.
-END_S = 30.0
+END_S = 10.0
 #: A container's first process, and nothing of it outlives it.
 _NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -61,7 +60,7 @@ class Container:
         (self.first,) = children(self.outside.pid)
         #: unshare becomes the shell a moment after it was forked, and that has its traps 4 ms later.
         assert eventually(lambda: b"enter" in Path(f"/proc/{self.first}/cmdline").read_bytes())
-        assert eventually(lambda: _handles(self.first, signal.SIGTERM))
+        assert eventually(lambda: _handles(self.first, signal.SIGTERM), 1.0)
 
     def __enter__(self) -> Container:
         return self

@@ -158,8 +158,8 @@ class Detection:
         self._sections.inherit(state.get("sections"))
 
     def section(self, name: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
-        """Return the context of a part of the program. `timeout_s`: it is no training, and may last so long; None: its
-        limit is calculated. Raises ValueError for the name."""
+        """Return the context of a section of the program. `timeout_s`: the limit of work that is not training; None:
+        the limit is calculated. Raises ValueError for the name."""
         section = self._sections.named(name)
         return section if timeout_s is None and section.is_usual else self._declared(section, timeout_s)
 

@@ -10,7 +10,7 @@ Rules
 * An entry that fails, or in which an iteration begins or another group forms, does not count, and has no limit.
 * A newcomer inherits what the others know: which sections are usual, and the times of rare ones. A usual one has no
   limit of its own until this process has entered it often enough; the iteration's limit holds for it always.
-* To enter and leave a usual one costs about two microseconds: nothing is sent, nobody is asked.
+* To enter and leave a usual section sends no message: it costs a microsecond of CPU.
 
 Durations in microseconds. What does not live here: what a rare or unknown section needs besides (observing.py), who
 reads the mark (agents/shell/progress_watch.py), the verdict (unicrond/core/faults/hangs.py).
@@ -35,9 +35,8 @@ _WORDS = 3
 
 
 class ProgramSection:
-    """What is known of one section; entering it (`with`) marks the worker as in it. `limit_us`: 0 as long as unknown.
-
-    An entry is recorded by `ProgramSections`, of which this is a part.
+    """Hold the times of one section of the program; a `with` marks the worker as in it. `limit_us`: 0 until there are
+    enough of them. `ProgramSections`, of which this is a part, records each entry.
     """
 
     __slots__ = ("_sections", "durations", "encoded", "inherited", "is_cold", "is_usual", "iteration", "iterations",
@@ -111,8 +110,8 @@ class ProgramSections:
         if section is None:
             check_name(name)
             if len(self._by_name) >= NAMES_MAX:
-                known = ", ".join(sorted(self._by_name))
-                raise ValueError(f"hook.section({name!r}): there are {NAMES_MAX} sections already: {known}")
+                names = ", ".join(sorted(self._by_name))
+                raise ValueError(f"hook.section({name!r}): there are {NAMES_MAX} sections already: {names}")
             section = self._by_name[name] = ProgramSection(self, name)
         return section
 
@@ -153,12 +152,12 @@ class ProgramSections:
 
     def words(self) -> dict[str, list[int]]:
         """Return what a newcomer is to know: name -> usual time, longest time, 1 for a rare one."""
-        known = {name: section for name, section in self._by_name.items() if section.limit_us}
+        sections = {name: section for name, section in self._by_name.items() if section.limit_us}
         return {
             name: [int(median(section.durations)), section.longest_us, int(section.is_rare)]
             if section.durations
             else list(section.inherited)
-            for name, section in known.items()
+            for name, section in sections.items()
         }
 
     def inherit(self, words: object) -> None:

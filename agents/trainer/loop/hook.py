@@ -297,8 +297,8 @@ class Hook:
             self._context.channel.send(message)
 
     def section(self, name: str, *, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a part of the loop (`with hook.section("data"):`): a hang there is found by what that
-        part takes. `timeout_s`: of long work that is not training; None: the limit is calculated.
+        """Return the context of a section of the loop (`with hook.section("data"):`), in which a hang is found by that
+        section's own limit. `timeout_s`: the limit of long work that is not training; None: it is calculated.
 
         Enter it on every replica, whichever does the work inside: the others then wait for as long. Raises ValueError.
         """

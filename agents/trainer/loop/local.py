@@ -187,7 +187,7 @@ class LocalHook:
         self.stop_reason = reason
 
     def section(self, name: str, *, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a part of the loop, which nobody watches here. Raises ValueError for the name."""
+        """Return a context that does nothing: no agent watches this loop. Raises ValueError for the name."""
         check_name(name)
         return contextlib.nullcontext()
 

@@ -9,9 +9,8 @@ Rules
   late by that is not reported, and workers that wait for it are no victims.
 * Who has not moved in a section of the program for SECTION_LIMITS of that section's calculated limit is a culprit by
   itself, too: its agent watches no section while the worker waits in a collective. Where half of the replicas or more
-  are late in the same section, it is what they share (a file system), and the section says nothing; nor does it of an
-  only replica. Of a replica of
-  several workers, which wait for each other unseen, all must have been reported.
+  are late in the same section, it is what they share (a file system), and the section says nothing; nor does it where
+  there is one replica. Of a replica of several workers, which wait for each other unseen, all must have been reported.
 * Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
   is longer). Only in logs older than `HangSuspected.report_number` nothing is judged before all members have been
   reported.
