@@ -16,7 +16,7 @@ import yaml
 from tests.containers.rows import END
 from tests.json_patches import manifests, objects, patch
 from tests.kubernetes.machine import PROGRAMS, missing
-from tests.kubernetes.rows import BEGIN, table
+from tests.kubernetes.rows import BEGIN, events_table, table
 from unicrond.agents.shell import cli, pod_login, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
@@ -322,3 +322,27 @@ def test_table_of_cluster_keeps_rows_that_were_not_run() -> None:
         "| b | 3 s / 4 | today, c, load 5 |",
         "| new | 3 s / 4 | today, c, load 5 |",
     ]
+
+
+def test_events_of_cluster_are_sorted_by_reason() -> None:
+    def event(reason: str, kind: str, message: str, **more: Any) -> dict[str, Any]:
+        about = {"metadata": {"creationTimestamp": f"2026-11-28T10:00:0{len(message)}Z"}, "message": message}
+        return {"reason": reason, "type": "Normal", "involvedObject": {"kind": kind}, **about, **more}
+
+    events = [
+        event("Started", "Pod", "second"),
+        event("Killing", "Pod", "a|b"),
+        event("Started", "Pod", "one", count=2),
+    ]
+    assert events_table(events).splitlines()[2:] == [
+        "| Killing | Normal | 1 | Pod | `a/b` |",
+        "| Started | Normal | 3 | Pod | `second` |",
+    ]
+
+
+def test_agents_can_be_applied_after_the_head() -> None:
+    """README.md selects by this label: agents' pods that come before the head's CA begin with failed mounts."""
+    assert "-l 'app!=unicron-agent'" in (ROOT / "README.md").read_text()
+    agents = [each for path in FILES if "agents-" in str(path) for each in manifests(path) if [*pods(each)]]
+    assert {each["kind"] for each in agents} == {"DaemonSet", "StatefulSet", "JobSet"}
+    assert all(each["metadata"]["labels"] == {"app": "unicron-agent"} for each in agents)

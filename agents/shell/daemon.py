@@ -104,6 +104,7 @@ class Agent(Shell):
         self._stacks = StackKeeper(options.node, self._processes.questions, MarkFiles(run_dir.marks), self.feed)
         queries = NodeQueries(self, run_dir, self._processes, self._health, self._memberships)
         self._log = EventLogKeeper(self, options, run_dir, self._departure, queries)
+        self._was_ready = False
 
     def _config(self, driver: GpuDriver | None) -> AgentConfig:
         options, run_dir = self._options, self._run_dir
@@ -172,6 +173,11 @@ class Agent(Shell):
 
     def condition(self) -> probe.Condition:
         """Return what this agent does or waits for, for probes and systemd."""
+        condition = self._condition()
+        self._was_ready |= condition.is_ready
+        return condition._replace(is_new=not self._was_ready)
+
+    def _condition(self) -> probe.Condition:
         if self.state.phase in ("draining", "leaving", "left"):
             return probe.Condition(is_ready=False, status="leaves")
         if trouble := self._processes.trouble or self._log.trouble:

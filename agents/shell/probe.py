@@ -5,8 +5,9 @@ Rules
 * The running agent answers on a socket in its run directory: no port has to be open, and an agent that hangs gives no
   answer. `live` is any answer. `ready`: the node has joined, its fork server serves, NATS lets the agent in.
 * So an outage of NATS takes readiness away and never liveness: a restart would repair nothing and cost the workers.
-* Until the answer is yes it is asked again, for 3 s: an agent that starts is ready at once, and not at the next probe,
-  five seconds later.
+* Until the answer is yes it is asked again: an agent that starts is ready at once, and not at the next probe, five
+  seconds later. For 3 s; for 15 s until the agent has been ready for the first time: a start is no failure, and a
+  failed probe stands in Kubernetes' events as a warning.
 * A probe runs every few seconds: this module imports next to nothing.
 """
 
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
 KINDS = ("live", "ready")
 #: Less than a kubelet allows a probe, if its timeoutSeconds is 5.
 TIMEOUT_S = 4.0
-#: So long a probe asks again.
-PATIENCE_S, AGAIN_S = 3.0, 0.1
+#: So long a probe asks again; an agent that was never ready.
+PATIENCE_S, START_PATIENCE_S, AGAIN_S = 3.0, 15.0, 0.1
 _ANSWER_BYTES = 4096
 
 
 class Condition(NamedTuple):
-    """The agent's condition. `status`: what the agent does, or waits for, in one line."""
+    """The agent's condition. `status`: what the agent does, or waits for, in one line. `is_new`: it was never ready."""
 
     is_ready: bool
     status: str
+    is_new: bool = False
 
 
 async def serve(path: Path, condition: Callable[[], Condition]) -> asyncio.Server:
@@ -68,24 +70,29 @@ def ask(path: Path, timeout_s: float = TIMEOUT_S) -> Condition:
         while len(reply) < _ANSWER_BYTES and (part := connection.recv(_ANSWER_BYTES)):
             reply += part
     fields = json.loads(reply)
-    return Condition(bool(fields["is_ready"]), str(fields["status"]))
+    return Condition(bool(fields["is_ready"]), str(fields["status"]), bool(fields.get("is_new")))
 
 
-def ask_until(path: Path, is_enough: Callable[[Condition], bool], patience_s: float = PATIENCE_S) -> Condition:
-    """Return the agent's first answer that is enough, or its last one within `patience_s`. Raise as `ask` does where
-    none answers until then; TimeoutError at once, which has taken longer."""
-    end_s = time.monotonic() + patience_s
+def ask_until(
+    path: Path,
+    is_enough: Callable[[Condition], bool],
+    patience_s: float = PATIENCE_S,
+    start_patience_s: float = START_PATIENCE_S,
+) -> Condition:
+    """Return the agent's first answer that is enough, or its last one within `patience_s`, within `start_patience_s`
+    while it is new. Raise as `ask` does where none answers until then; TimeoutError at once, which has taken longer."""
+    began_s = time.monotonic()
     while True:
-        is_last = time.monotonic() >= end_s
+        waited_s = time.monotonic() - began_s
         try:
             condition = ask(path)
         except TimeoutError:
             raise
         except OSError:  # none serves yet, or another one is about to
-            if is_last:
+            if waited_s >= patience_s:
                 raise
         else:
-            if is_last or is_enough(condition):
+            if is_enough(condition) or waited_s >= (start_patience_s if condition.is_new else patience_s):
                 return condition
         time.sleep(AGAIN_S)
 

@@ -119,6 +119,28 @@ async def test_probe_of_agent_that_starts_waits_for_it(run_dir: Path) -> None:
             probe.ask_until(path, lambda _: True, 0.2)
 
 
+async def test_start_is_no_failed_probe(run_dir: Path) -> None:
+    """Each failed one is a warning in Kubernetes' events."""
+    path, asked, is_new = run_dir / PROBE_SOCKET, asyncio.Event(), [True]
+
+    def condition() -> probe.Condition:
+        asked.set()
+        return probe.Condition(is_ready=False, status="waits for the log", is_new=is_new[0])
+
+    server = await probe.serve(path, condition)
+    with ThreadPoolExecutor() as pool:
+        answer = asyncio.wrap_future(
+            pool.submit(probe.ask_until, path, lambda condition: condition.is_ready, 0.0, start_patience_s=60.0)
+        )
+        for _ in range(3):
+            asked.clear()
+            await asyncio.wait_for(asked.wait(), 20)
+        assert not answer.done(), "patience is over, but the agent is new"
+        is_new[0] = False
+        assert not (await asyncio.wait_for(answer, 20)).is_ready
+    server.close()
+
+
 def test_probe_needs_directory_and_loads_no_agent(run_dir: Path) -> None:
     done = subprocess.run([AGENT, "--probe", "live"], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

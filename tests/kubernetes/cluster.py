@@ -25,8 +25,8 @@ from tests.containers.pods import MANIFESTS
 from tests.containers.rows import BUILD as IMAGES
 from tests.integration.live import TIMEOUT_S, Live
 from tests.kubernetes.archive import UNICROND
-from tests.kubernetes.machine import NODES, Machine, wait_until
-from tests.kubernetes.rows import BUILD
+from tests.kubernetes.machine import NODES, STORAGE_CLASS, Machine, wait_until
+from tests.kubernetes.rows import BUILD, keep_events
 from unicrond.agents.trainer.loop import corpus
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.ctl.client import ApiError, Client
@@ -77,6 +77,8 @@ class Cluster(Live):
         self.volumes = machine.directory / "volumes"
         self.overlay = ""
         self.workers = 0
+        #: What people have typed, and what was said.
+        self.transcript: list[str] = []
         self._client: Client | None = None
         self.dev = self  # type: ignore[assignment]  # what Live asks of it: the state
 
@@ -109,6 +111,12 @@ class Cluster(Live):
         script = f"grep -las '{pattern}' /proc/[0-9]*/{file} | cut -d/ -f3 | sort -n | tail -1"
         return self.inside(pod, "sh", "-c", script)
 
+    async def evict(self, pod: str) -> None:
+        """Ask the API server for a pod's eviction, which budgets may refuse."""
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
+        await self.do("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
     # --- an overlay ------------------------------------------------------------------------------
 
     def make_volumes(self, overlay: str) -> None:
@@ -122,6 +130,7 @@ class Cluster(Live):
         for claim, (mode, size) in volumes.items():
             self.make_directory(claim)
             spec = {
+                "storageClassName": STORAGE_CLASS,
                 "capacity": {"storage": size},
                 "accessModes": [mode],
                 "persistentVolumeReclaimPolicy": "Retain",
@@ -146,10 +155,10 @@ class Cluster(Live):
         place.chmod(0o777)
         return place
 
-    def apply(self, overlay: str) -> None:
-        """Apply an overlay."""
+    def apply(self, overlay: str, *words: str) -> None:
+        """Apply an overlay, or what of it the words select."""
         self.overlay, self._client = overlay, None
-        self.kubectl("apply", "-k", str(self.write(overlay)))
+        self.kubectl("apply", "-k", str(self.write(overlay)), *words)
 
     def write(self, overlay: str, image: str = UNICROND, settings: str = "") -> Path:
         """Write an overlay as it is, below one that changes what a user would: image, sizes, and more settings of the
@@ -203,18 +212,24 @@ class Cluster(Live):
         return [head, agent]
 
     def set_up(self, overlay: str) -> float:
-        """Apply it and give agents the head's CA, as the README says; return the seconds until all pods are ready."""
+        """Apply it as the README says; return the seconds until all pods are ready."""
         if overlay == "jobset":
             self.machine.start_jobset()
         if overlay == "external-nats":
             self.start_servers()
         began_s = time.monotonic()
-        self.apply(overlay)
-        self.until_rolled("statefulset/unicron-head")
-        if overlay != "external-nats":
-            self.give_ca()
+        self.apply_in_order(overlay)
         self.until_rolled(AGENTS[overlay])
         return time.monotonic() - began_s
+
+    def apply_in_order(self, overlay: str) -> None:
+        """Apply an overlay: all but the agents, and these once they can have the head's CA."""
+        if overlay != "external-nats":
+            self.apply(overlay, "--selector", "app!=unicron-agent")
+            self.until_rolled("statefulset/unicron-head")
+            self.give_ca()
+        self.apply(overlay)
+        self.until_rolled("statefulset/unicron-head")
 
     def start_servers(self) -> None:
         """Start three NATS servers, with the secret that the README has people make."""
@@ -245,6 +260,7 @@ class Cluster(Live):
 
     def tear_down(self) -> None:
         """Remove the overlay and what its head has written."""
+        self.keep_events()
         self.machine.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=150s")
         self.machine.kubectl("delete", "persistentvolume", "--all", "--timeout=60s")
         shutil.rmtree(self.volumes, ignore_errors=True)
@@ -311,6 +327,10 @@ class Cluster(Live):
             return bool(self.client.health()["status"] == "live")
         except ApiError:
             return False
+
+    def keep_events(self) -> None:
+        """Keep what Kubernetes says of what has happened so far; a namespace takes its events along."""
+        keep_events(json.loads(self.machine.kubectl("get", "events", "--all-namespaces", "--output", "json"))["items"])
 
     def events_by_reason(self) -> str:
         """Return what `kubectl get events` says, sorted by reason."""

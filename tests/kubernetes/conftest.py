@@ -14,7 +14,7 @@ import pytest
 from tests.integration.installation import ROOT
 from tests.kubernetes.cluster import Cluster, running_cluster
 from tests.kubernetes.machine import missing
-from tests.kubernetes.rows import EVENTS, ROWS
+from tests.kubernetes.rows import ROWS
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def whole_cluster() -> Iterator[Cluster]:
     with running_cluster() as cluster:
         yield cluster
         if cluster.overlay:
-            EVENTS.write_text(cluster.events_by_reason())
+            cluster.keep_events()
 
 
 @pytest.fixture

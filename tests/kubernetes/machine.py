@@ -28,6 +28,15 @@ from tests.kubernetes.archive import PAUSE, write_archive
 
 FOLDER = "UNICRON_KUBERNETES"
 NODES = ("n0", "n1", "n2")
+#: The default one. As those of block volumes are: a claim and its first pod are placed together.
+STORAGE_CLASS = "lab"
+_STORAGE = {
+    "apiVersion": "storage.k8s.io/v1",
+    "kind": "StorageClass",
+    "metadata": {"name": STORAGE_CLASS, "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
+    "provisioner": "kubernetes.io/no-provisioner",
+    "volumeBindingMode": "WaitForFirstConsumer",
+}
 #: Program -> where it comes from.
 PROGRAMS = {
     **dict.fromkeys(
@@ -43,9 +52,8 @@ PROGRAMS = {
     **dict.fromkeys(("iptables", "iptables-save", "iptables-restore", "conntrack"), "iptables and conntrack"),
     **dict.fromkeys(("ip", "nsenter", "openssl"), "iproute2, util-linux and openssl"),
 }
-_ADDRESS = "10.77.0.1"
+_ADDRESS, _JOBSET_PORT = "10.77.0.1", 9443
 API = f"https://{_ADDRESS}:6443"
-_JOBSET_PORT = 9443
 _SERVICES = "10.96.0.0/16"
 _USERS = {
     "admin": "system:masters",
@@ -119,17 +127,10 @@ class Machine:
             self._configure_node(node, number)
             self._start_node(node, number)
         self.until_ready()
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(_STORAGE))
         for node in NODES:
-            words = [
-                "-a",
-                str(self._socket(node)),
-                "-n",
-                "k8s.io",
-                "images",
-                "import",
-                str(self.directory / "image.tar"),
-            ]
-            self.call("ctr", *words)
+            address, archive = str(self._socket(node)), str(self.directory / "image.tar")
+            self.call("ctr", "-a", address, "-n", "k8s.io", "images", "import", archive)
             self.kubectl("label", "node", node, "nvidia.com/gpu.present=true")
             gpus = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "2"}]
             self.kubectl("patch", "node", node, "--subresource=status", "--type=json", "-p", json.dumps(gpus))

@@ -23,7 +23,7 @@ from tests.containers.rows import BUILD as IMAGES
 from tests.containers.run import ALONE
 from tests.integration.installation import ROOT
 from tests.kubernetes import machine
-from tests.kubernetes.rows import BUILD, EVENTS, ROWS, write
+from tests.kubernetes.rows import BUILD, EVENTS, ROWS, events_table, kept_events, write
 
 #: How long tests may take to end in order.
 _END_S = 60
@@ -51,6 +51,7 @@ def _run(arguments: list[str]) -> int:
     else:
         if not arguments:
             ROWS.unlink(missing_ok=True)
+            EVENTS.unlink(missing_ok=True)
         words = ["pytest", "-v", "-s", "-m", "kubernetes", *(arguments or ["tests/kubernetes"])]
     signal.signal(signal.SIGTERM, _exit)
     process = subprocess.Popen([*ALONE, sys.executable, "-m", *words], cwd=ROOT)
@@ -66,7 +67,7 @@ def _run(arguments: list[str]) -> int:
         process.wait()
         clean_up()
     if EVENTS.exists() and not code:
-        print(EVENTS.read_text())
+        print(events_table(kept_events().values()))
     if not code and arguments[:1] != ["--hold"]:
         write()
     return code

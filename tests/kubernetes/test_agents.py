@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from tests.kubernetes.cluster import NAMESPACE, Cluster, cpu_s, up_on
+from tests.kubernetes.cluster import AGENTS, NAMESPACE, Cluster, cpu_s, up_on
+from tests.kubernetes.test_heads import command_of, processes_of
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
+#: Minutes after which an overlay has settled.
+_STANDS_S = 300.0
 TOLD = ("NodeLeaving", "NodeLost", "WorkerExited", "ErrorReported", "NodeJoined")
 
 
@@ -22,15 +28,32 @@ async def test_overlay_daemonset_is_ready(whole_cluster: Cluster, record: Record
     if whole_cluster.overlay:
         whole_cluster.tear_down()
     whole_cluster.make_volumes("daemonset")
-    before_s = cpu_s()
-    ready_s = await asyncio.to_thread(whole_cluster.set_up, "daemonset")
-    taken_s, began_s = cpu_s() - before_s, time.monotonic()
+    before_s, began_s = cpu_s(), time.monotonic()
+    await asyncio.to_thread(whole_cluster.apply_in_order, "daemonset")
+    applied_s = time.monotonic() - began_s
     await whole_cluster.train()
-    trained_s = time.monotonic() - began_s
+    trained_s, taken_s = time.monotonic() - began_s, cpu_s() - before_s
+    await asyncio.to_thread(whole_cluster.until_rolled, AGENTS["daemonset"])
+    assert not whole_cluster.restarts()
     record(
-        "`kubectl apply -k` of `daemonset` on three machines, then `unicron-ca`, then a task",
-        f"all pods ready after {ready_s:.0f} s, with {taken_s:.0f} s of CPU in all of them; three workers have "
-        f"committed five iterations {trained_s:.0f} s later; {whole_cluster.restarts()} restarts",
+        "`kubectl apply -k` of `daemonset` on three machines, as the README has it, and a task at once",
+        f"the head ready, `unicron-ca` made and agents applied after {applied_s:.0f} s; three workers have committed "
+        f"five iterations {trained_s:.0f} s after the first command, with {taken_s:.0f} s of CPU in pods; 0 restarts",
+    )
+
+
+async def test_overlay_that_stands_has_no_warning(cluster: Cluster, record: Record) -> None:
+    """Since its namespace was made: nothing of its start either."""
+    await cluster.train()
+    space = json.loads(await cluster.do("get", "namespace", NAMESPACE, "-o", "json"))
+    born_s = datetime.fromisoformat(space["metadata"]["creationTimestamp"]).timestamp()
+    await asyncio.sleep(max(born_s + _STANDS_S - time.time(), 0.0))
+    events = json.loads(await cluster.do("get", "events", "-o", "json"))["items"]
+    warnings = [f"{event['reason']} {event['message']}" for event in events if event["type"] != "Normal"]
+    assert events and not warnings, warnings
+    record(
+        f"`daemonset` stands for {_STANDS_S / 60:.0f} minutes, then `kubectl get events`",
+        f"{len(events)} events, none of them a warning",
     )
 
 
@@ -54,9 +77,7 @@ async def test_evicted_pod_loses_no_work(cluster: Cluster, record: Record) -> No
     before, pod = await cluster.boots(), cluster.pod_on("n2")
     watch = await cluster.watch()
     watch.act()
-    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
-    await cluster.do("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+    await cluster.evict(pod)
     whole_s = await watch.whole(also=up_on("n2", boots=before))
     record(
         "eviction by the API: a DaemonSet's pod",
@@ -85,6 +106,20 @@ async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, r
     record(
         "the agent killed in its container",
         f"the next one has joined after {joined_s:.1f} s, with the same worker; {await watch.clean()}",
+    )
+
+
+async def test_killed_first_process_is_followed_in_place(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    before, watch = await cluster.boots(), await cluster.watch()
+    (first,) = (pid for pid in processes_of("n1") if b"/enter\0unicron-agent\0" in command_of(pid))
+    watch.act()
+    os.kill(first, signal.SIGKILL)
+    whole_s = await watch.whole(also=up_on("n1", boots=before))
+    (said,) = watch.said("WorkerExited")
+    record(
+        "process 1 of an agent's container killed from outside",
+        f"told at {watch.told('WorkerExited'):.1f} s, whole after {whole_s:.1f} s: *{said}*",
     )
 
 

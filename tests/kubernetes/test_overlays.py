@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.containers.cluster import TASK
 from tests.kubernetes.cluster import AGENTS, Cluster, up_on
 from tests.kubernetes.machine import API, NODES, wait_until
 from tests.kubernetes.test_heads import name_of, processes_of
@@ -103,6 +104,43 @@ async def test_silent_kubelet_cordons_its_machine(cluster: Cluster, record: Reco
     record(
         "a machine's kubelet silent, and back",
         f"cordoned after {told_s:.0f} s, its worker trains on; back in service afterwards",
+    )
+
+
+@pytest.mark.overlay("node-object")
+async def test_isolation_is_seen_at_machine(cluster: Cluster, record: Record) -> None:
+    """The machine flaps: its link goes down until its node is isolated."""
+    await cluster.train()
+    machine, watch = cluster.machine, await cluster.watch()
+    head = cluster.pods("unicron-head")["unicron-head-0"]["spec"]["nodeName"]
+    node = next(name for name in reversed(NODES) if name != head)
+    for _ in range(6):
+        machine.link(node, "down")
+        try:
+            await cluster.until("the loss", lambda state: not up_on(node)(state))
+        finally:
+            machine.link(node, "up")
+        state = await cluster.until("the return", up_on(node))
+        if state.nodes[node].isolation.active:
+            break
+
+    def marks() -> tuple[bool, bool]:
+        found = json.loads(machine.kubectl("get", "node", node, "-o", "json"))
+        conditions = {each["type"]: each["status"] for each in found["status"]["conditions"]}
+        taints = {each["key"] for each in found["spec"].get("taints", ())}
+        return "unicron.dev/isolated" in taints, conditions.get("UnicronIsolated") == "True"
+
+    await asyncio.to_thread(wait_until, lambda: marks() == (True, True), 30, "taint and condition")
+    marked_s = time.time() - watch.lines("NodeIsolated")[0].recorded_at_us / 1e6
+    cuts = len(watch.lines("NodeLost"))
+    await cluster.until("the readmission", lambda state: not state.nodes[node].isolation.active)
+    await asyncio.to_thread(wait_until, lambda: marks() == (False, False), 30, "end of taint and condition")
+    readmitted_s = time.time() - watch.lines("NodeReadmitted")[0].recorded_at_us / 1e6
+    await cluster.training(None)
+    record(
+        f"a machine's link is down {cuts} times, for some seconds: its node is isolated, and readmitted",
+        f"taint `unicron.dev/isolated` and condition `UnicronIsolated` {marked_s:.1f} s after the isolation, gone "
+        f"{readmitted_s:.1f} s after the readmission",
     )
 
 
@@ -207,20 +245,51 @@ async def test_servers_that_stand_still_lose_nobody(cluster: Cluster, record: Re
     )
 
 
+@pytest.mark.overlay("external-nats")
+async def test_empty_store_becomes_no_new_log(cluster: Cluster, record: Record) -> None:
+    """All servers lose their stores while no head runs: whoever knows the log waits until it is restored."""
+    before = await cluster.train()
+    leader = cluster.client.health()["heads"]["leader"]["api"].partition(".")[0]
+    heads = ("unicron-head-0", "unicron-head-1")
+    await cluster.do("delete", "pod", *heads)
+    await cluster.do("delete", "pod", "--selector", "app=nats", "--wait=false")
+    await asyncio.to_thread(cluster.until_rolled, "statefulset/nats")
+
+    def wait_for_a_person() -> bool:
+        return all("this head knows" in cluster.kubectl("logs", head) for head in heads)
+
+    began_s = time.monotonic()
+    await asyncio.to_thread(wait_until, wait_for_a_person, 120, "heads that wait")
+    told_s = time.monotonic() - began_s
+    assert not cluster.is_live()
+    words = ("unicrond", "restore", "--config", "/etc/unicron/config/unicron.yaml")
+    await asyncio.to_thread(cluster.inside, leader, *words)
+    await asyncio.to_thread(wait_until, cluster.is_live, 120, "live head")
+    for what in ("statefulset/unicron-head", AGENTS["external-nats"]):
+        await asyncio.to_thread(cluster.until_rolled, what)
+    state = await cluster.training(None)
+    assert state.tasks[TASK].progress.iteration > before.tasks[TASK].progress.iteration
+    record(
+        "`external-nats`: three empty stores and two new heads; then `unicrond restore` in the pod of the one that led",
+        f"both heads wait, and say so {told_s:.1f} s after the servers are back; no new log; then the task trains on",
+    )
+
+
 @pytest.mark.overlay("jobset")
-async def test_deleted_index_of_jobset_is_made_anew(cluster: Cluster, record: Record) -> None:
+@pytest.mark.parametrize("act", ["`kubectl delete pod`", "eviction by the API"])
+async def test_index_of_jobset_is_made_anew(cluster: Cluster, record: Record, act: str) -> None:
     await cluster.train()
     node = "unicron-agent-agents-0-1"
     (pod,) = (name for name in cluster.pods() if name.startswith(f"{node}-"))
     before = (await cluster.state())[0].nodes[node].agent.boot
     watch = await cluster.watch()
     watch.act()
-    await cluster.do("delete", "pod", pod, "--wait=false")
+    await (cluster.evict(pod) if "eviction" in act else cluster.do("delete", "pod", pod, "--wait=false"))
     whole_s = await watch.whole(also=up_on(node, boots={node: before}))
     status = json.loads(await cluster.do("get", "jobset", "unicron-agent", "-o", "json"))["status"]
     assert not status.get("restarts"), status
     record(
-        "JobSet: `kubectl delete pod` of an index",
+        f"JobSet: {act} of an index",
         f"told at {watch.told('NodeLeaving'):.1f} s, whole after {whole_s:.1f} s, the JobSet restarted nothing else; "
         f"{await watch.clean()}",
     )

@@ -6,19 +6,22 @@ import asyncio
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.containers.cluster import TASK
 from tests.containers.rows import PAGE
 from tests.kubernetes.archive import NEXT_UNICROND, UNICROND
-from tests.kubernetes.cluster import HEAD, Cluster, up_on
+from tests.kubernetes.cluster import AGENTS, HEAD, Cluster, up_on
 from tests.kubernetes.machine import NODES, wait_until
+from tests.kubernetes.rows import keep_drill
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.overlay("daemonset"), pytest.mark.timeout(900)]
 Record = Callable[[str, str], None]
+#: Of what a command says, for the page: its end.
+_LINES_MAX = 12
 _DELETE = """
 import asyncio
 from pathlib import Path
@@ -45,13 +48,23 @@ def commands(heading: str) -> list[list[str]]:
 
 async def run(cluster: Cluster, block: list[str]) -> str:
     """Run commands of the page in a shell, with the overlay that has this machine's sizes; return what they say."""
-    output = ""
+    outputs = []
     for command in block:
         text = command.replace("deploy/kubernetes/overlays", str(cluster.directory / "overlays"))
         print(f"\n  $ {command}", flush=True)
-        output += await asyncio.to_thread(cluster.machine.call, "sh", "-c", text)
-    print(f"  {output[-400:]}", flush=True)
-    return output
+        outputs.append(await asyncio.to_thread(cluster.machine.call, "sh", "-c", text))
+        print(f"  {outputs[-1][-400:]}", flush=True)
+        cluster.transcript += [f"$ {command}", *outputs[-1].splitlines()[-_LINES_MAX:]]
+    return "\n".join(outputs)
+
+
+@pytest.fixture(autouse=True)
+def _transcript(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep what the commands of a drill have said."""
+    cluster.transcript.clear()
+    yield
+    if cluster.transcript:
+        keep_drill(request.node.name.removeprefix("test_").replace("_", " ").capitalize(), cluster.transcript)
 
 
 async def stand_still(cluster: Cluster) -> None:
@@ -193,7 +206,7 @@ async def test_full_volume_is_told_and_left(cluster: Cluster, record: Record) ->
 
 async def test_upgrade_over_one_schema_and_back_ends_nobody(cluster: Cluster, record: Record) -> None:
     await cluster.train()
-    seconds, seen = [], ""
+    seconds, seen, wait_s = [], "", await min_ready_s(cluster)
     up, back = commands("Upgrading")
     for schema, image, settings, block in (
         (SCHEMA + 1, NEXT_UNICROND, f"write_schema: {SCHEMA}\n", up),
@@ -214,8 +227,13 @@ async def test_upgrade_over_one_schema_and_back_ends_nobody(cluster: Cluster, re
     cluster.tear_down()
     record(
         "[upgrade](#upgrading) over one schema with `write_schema`, back, and up for good, in mid-training",
-        f"{', '.join(seconds)}, of each 30 `minReadySeconds`; {seen}",
+        f"{', '.join(seconds)}, of each {len(NODES) * wait_s} `minReadySeconds`; {seen}",
     )
+
+
+async def min_ready_s(cluster: Cluster) -> int:
+    """Return how long an agent's pod must be ready before the next one is replaced."""
+    return int(await cluster.do("get", AGENTS[cluster.overlay], "-o", "jsonpath={.spec.minReadySeconds}"))
 
 
 async def test_log_moves_to_servers_of_ones_own(cluster: Cluster, record: Record) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.kubernetes.cluster import AGENTS, Cluster, up_on
 from tests.kubernetes.machine import NODES
+from tests.kubernetes.test_recovery import min_ready_s
 from unicrond.core.state.state import ClusterState, NodeStatus
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
@@ -45,9 +46,10 @@ async def test_two_rolling_updates_lose_no_work(cluster: Cluster, record: Record
         await _roll(cluster)
         seconds.append(f"{(time.monotonic() - began_s) / len(NODES):.1f}")
         await watch.whole(also=up_on(*nodes, boots=boots))
-    act, waits = "`kubectl rollout restart` of head and agents", ", of which 10 are `minReadySeconds`"
-    if overlay == "jobset":
-        act, waits = "the JobSet deleted and applied anew, the head rolled", ""
+    act, waits = "the JobSet deleted and applied anew, the head rolled", ""
+    if overlay != "jobset":
+        act = "`kubectl rollout restart` of head and agents"
+        waits = f", of which {await min_ready_s(cluster)} are `minReadySeconds`"
     record(
         f"`{overlay}`: {act}, twice in a row",
         f"{' and '.join(seconds)} s an agent's pod{waits}; {await watch.clean()}",
