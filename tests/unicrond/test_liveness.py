@@ -524,6 +524,29 @@ def test_one_beat_that_does_not_come_back_loses_nobody() -> None:
     assert bus.run(10, NAMES) == []
 
 
+@pytest.mark.parametrize("stays_deaf", [False, True])
+def test_beats_of_an_outage_that_come_at_its_end_do_not_lose_the_node_again(stays_deaf: bool) -> None:
+    """TCP brings what an agent said while its link was down, a part at a time: it heard nothing then."""
+    bus = Bus(NAMES)
+    bus.echo(NAMES)
+    bus.run(5, NAMES)
+    (lost,) = bus.run(20, NAMES[1:])
+    assert isinstance(lost, v.NodeLost) and lost.node == "a"
+    bus.deaf = {"a"}
+    bus.beat("a")
+    (returned,) = bus.run(0.1, NAMES[1:])
+    assert isinstance(returned, v.NodeReturned) and returned.node == "a"
+    for _ in range(19):
+        bus.beat("a")
+    assert bus.run(0.5, NAMES) == []
+    if stays_deaf:
+        (lost,) = bus.run(3, NAMES)
+        assert isinstance(lost, v.NodeLost) and "heard, and hears nothing for 2." in lost.reason
+    else:
+        bus.deaf = set()
+        assert bus.run(10, NAMES) == []
+
+
 def test_all_that_are_deaf_at_once_are_the_heads_trouble() -> None:
     bus = Bus(NAMES)
     bus.echo(NAMES)

@@ -7,7 +7,7 @@ Rules
   of them are missing it counts as silent for as long as these took, and half a second; with one it is late. Beats are
   counted, not time: an agent that was stopped has sent none. All that is said of silence here holds: it is the head's
   own trouble first where all are deaf or silent, and a node has returned once its beats come back to it. Who says
-  nothing of it is never deaf.
+  nothing of it is never deaf. After a silence its time begins anew: what it said meanwhile comes at the end, at once.
 * Silence says something only while own beats come back: the coordinator sends numbered ones through the same stream,
   four times as often. While they do not, no node is judged; once they do, or if one is missing in between (an outage
   too short for silence to show it), every node has a fresh grace period, and time to connect again before it. So has
@@ -136,6 +136,8 @@ class Liveness:
         self._last_sign_us = 0
         #: Those to which a beat has not come back: since when they hear nothing, as is likeliest.
         self._deaf_us: dict[str, int] = {}
+        #: When each was heard for the first time, or after a silence: it may have heard nothing before either.
+        self._resumed_us: dict[str, int] = {}
         self._keeping: set[str] = set()
         self._flooded: set[str] = set()
         self._nodes: Mapping[str, Node] = {}
@@ -163,9 +165,12 @@ class Liveness:
             # has been silent for longer than any node is given.
             newest = previous is None or previous.beat is None or beat.agent_boot >= previous.beat.agent_boot
             if newest or (previous is not None and now_us - previous.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
+                if previous is None or now_us - previous.heard_us > self.limit_us:
+                    self._resumed_us[beat.node] = now_us
                 self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
                 if beat.echo_lag:
-                    self._deaf_us[beat.node] = now_us - beat.echo_lag * self.heartbeat_us - GRACE_US
+                    deaf_us = now_us - beat.echo_lag * self.heartbeat_us - GRACE_US
+                    self._deaf_us[beat.node] = max(deaf_us, self._resumed_us[beat.node])
                 else:
                     self._deaf_us.pop(beat.node, None)
                 if beat.echo_lag < ECHO_LAG:
