@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from msgspec.structs import replace
 
 from unicrond.agents.core import commits, floods, reports, starting
@@ -54,6 +56,16 @@ def exited_before(transition: Transition, worker: WorkerId, end: Exit, log_tail:
     expected = ended_worker.expected if ended_worker else False
     remember_end(transition, worker, EndedWorker(expected=expected, durable=False))
     tell_exit(transition, worker, end, expected, log_tail)
+
+
+def tell_again(transition: Transition) -> None:
+    """Report the exits that the log may lack: the agent before has noted them, and neither it nor the fork server,
+    which keeps an exit until the log has it, lives any more (a container that was killed as a whole)."""
+    for worker, ended_worker in transition.memory.ended_workers.items():
+        if not ended_worker.durable and worker not in transition.state.confirming:
+            tell_exit(
+                transition, worker, Exit(None, signal.SIGKILL, transition.config.vanished), ended_worker.expected, ""
+            )
 
 
 def tell_cause(transition: Transition, record: WorkerRecord, end: Exit, log_tail: str, mark: Mark | None) -> None:

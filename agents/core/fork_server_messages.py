@@ -75,6 +75,8 @@ def take_inventory(transition: Transition, inventory: Inventory) -> None:
         starting.started(transition, worker, entry.pid)
         stopping.press(transition, transition.change(transition.memory.workers[worker], pid=entry.pid, slot=entry.slot))
     end_all_but(transition, frozenset(listed), transition.config.vanished)
+    if is_first:
+        exits.tell_again(transition)
     after_an_end(transition)
     if transition.state.phase == "up" and transition.state.joined_port != transition.state.store_port:
         joining.join(transition)

@@ -185,6 +185,24 @@ def test_workers_missing_from_inventory_count_as_killed(node: Node) -> None:
     assert node.of(NodeJoined)[0].workers == ()
 
 
+@pytest.mark.parametrize("is_in_log", [False, True])
+def test_exit_that_was_noted_is_told_by_the_next_agent_where_the_log_lacks_it(node: Node, is_in_log: bool) -> None:
+    """The kernel ends a worker, then the whole container: the outbox is gone, and the fork server that knew."""
+    member(node, "a.1", 1)
+    node.die("a.1", SIGKILLED)
+    if is_in_log:
+        node.confirm()
+    node.restart_agent()
+    node.exits.clear()
+    for times in (not is_in_log, 0):
+        node.appended.clear()
+        node.boot()
+        exits = [(exited.worker, exited.signal, exited.is_expected) for exited in node.of(WorkerExited)]
+        assert exits == [("a.1", SIGKILLED, False)] * times
+        node.confirm()
+        node.restart_agent()
+
+
 def test_node_joins_after_log_identity() -> None:
     node = Node()
     node.feed(ForkServerSaid(message=Inventory(store_port=1, workers=())))
