@@ -55,7 +55,7 @@ from unicrond.events.vocabulary import (
     WorkerReady,
     WorkerWaiting,
 )
-from unicrond.events.vocabulary.stacks import StackText
+from unicrond.events.vocabulary.stacks import StackText, Standings
 
 #: Exit codes of workers on which worker and agent agree.
 EXIT_NO_AGENT = 69
@@ -133,11 +133,12 @@ class IterationCommitted(WireMessage, frozen=True, kw_only=True):
 
 class Flight(WireMessage, frozen=True, kw_only=True):
     """(worker -> agent) the content of the flight recorder, the oldest first. `trouble`: why there is nothing.
-    `question`: the number of the question."""
+    `question`: the number of the question. `standings`: in the process groups of its replica."""
 
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
     trouble: Text = ""
     question: Count = 0
+    standings: Standings = ()
 
 
 class Stacks(WireMessage, frozen=True, kw_only=True):

@@ -121,7 +121,7 @@ class StackKeeper:
             """Wait for the answers; return what the worker is known to do, and its stack."""
             answer, flight = await asyncio.gather(_answer(stack), _answer(record))
             if isinstance(flight, Flight) and flight.collectives:
-                sight = replace(sight, collective=collective_text(flight.collectives))
+                sight = replace(sight, collective=collective_text(flight.collectives), standings=flight.standings)
             if isinstance(answer, Stacks) and answer.text:
                 return replace(sight, reader="worker"), answer.text
             return await _from_outside(sight, pid)

@@ -62,7 +62,7 @@ from unicrond.events.vocabulary.nodes import (
 from unicrond.events.vocabulary.plans import (
     FailureRateEstimated, NodeRun, PlanAdopted, TaskAssignment, ThroughputCorrected,
 )
-from unicrond.events.vocabulary.stacks import StackReader, StacksTaken, WorkerStack
+from unicrond.events.vocabulary.stacks import GroupStanding, StackReader, StacksTaken, WorkerStack
 from unicrond.events.vocabulary.states import CheckpointSaved, SaveFailed, SnapshotStored, StateLoaded
 from unicrond.events.vocabulary.task_events import (
     ProofRequested, ReshapeRequested, TaskCancelled, TaskCompleted, TaskFailed, TaskReshaped, TaskSubmitted,
@@ -134,6 +134,7 @@ __all__ = [
     "ForgetRequested",
     "Gpu",
     "GpuSpec",
+    "GroupStanding",
     "HangSuspected",
     "Heartbeat",
     "HeldAction",

@@ -36,6 +36,12 @@ _FRAME = re.compile(
 _LOCKS = ("/threading.py", "/selectors.py", "/queue.py", "<frozen")
 _MACHINERY = ("/unicrond/agents/", *_LOCKS)
 
+#: Process groups of one worker that are told, and ranks that one of them names; a group's name.
+GROUPS_MAX = 16
+RANKS_MAX = 64
+GROUP_MAX_CHARS = 96
+
+Ranks: TypeAlias = Annotated[tuple[Small, ...], Meta(max_length=RANKS_MAX)]
 StackText: TypeAlias = Annotated[str, Meta(max_length=STACK_MAX_CHARS)]
 #: Who read the stack: the worker's own thread, py-spy, the kernel (which knows no line of a program); "": nobody could.
 StackReader: TypeAlias = Literal["", "worker", "py-spy", "kernel"]
@@ -61,13 +67,35 @@ def place_in_program(text: str) -> str:
     return ""
 
 
+class GroupStanding(Value, frozen=True, kw_only=True):
+    """Tell where one rank stands in one of its process groups, by torch's flight recorder.
+
+    `group`: its name, which all members have for it. `entered`, `finished`: the numbers of the last collective that it
+    has begun, and that it has ended. `is_p2p`: transfers between two are numbered among them. `receives_from`,
+    `sends_to`: the ranks of transfers that it has begun and not ended. `ranks`: the group's, empty where the recorder
+    does not say. `is_nccl`: of that library.
+    """
+
+    group: Annotated[str, Meta(max_length=GROUP_MAX_CHARS)]
+    entered: Count
+    finished: Count
+    is_nccl: bool = False
+    is_p2p: bool = False
+    receives_from: Ranks = ()
+    sends_to: Ranks = ()
+    ranks: Ranks = ()
+
+
+Standings: TypeAlias = Annotated[tuple[GroupStanding, ...], Meta(max_length=GROUPS_MAX)]
+
+
 class WorkerStack(Value, frozen=True, kw_only=True):
     """Tell where one worker stood.
 
     `phase` to `still_us`: by its mark (agents/protocol/marks.py); `section`: what its program says that it is in, for
-    `section_us` (hook.section), "": nothing. `collective`: the last that its flight recorder
-    holds, "" where it tells none. `stack`: the number of its text in the event, from 1; 0: none, and `trouble` says
-    why.
+    `section_us` (hook.section), "": nothing. `collective`: the last that its flight recorder holds, "" where it tells
+    none; `standings`: by the same in the process groups of its replica. `stack`: the number of its text in the event,
+    from 1; 0: none, and `trouble` says why.
     """
 
     worker: WorkerId
@@ -83,6 +111,7 @@ class WorkerStack(Value, frozen=True, kw_only=True):
     trouble: Text = ""
     section: Text = ""
     section_us: Duration = 0
+    standings: Standings = ()
 
     def sentence(self) -> str:
         """Say it in one sentence."""

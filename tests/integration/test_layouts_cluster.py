@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.integration.live import printed_by
 from tests.integration.test_reshape_cluster import TASK, told, trains
 from tests.replay.command import unicron_replay
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.ctl.client import ApiError, Client
+from unicrond.ctl.inject import inject
 from unicrond.local.dev import DevCluster, small_cluster
 
 TIMEOUT_S = 180.0
@@ -138,6 +140,28 @@ async def test_pipeline_that_loses_stage_continues_without_stages(tmp_path: Path
         assert taken[0]["iteration"] >= newest_copy(client, node) > 0
         assert told_again(client) == lost <= 10, "a capture is kept every five iterations, the newest may be on its way"
         await decides_again(dev)
+
+
+@pytest.mark.timeout(600)
+async def test_rank_that_hangs_inside_its_replica_is_named(tmp_path: Path) -> None:
+    """By gloo's flight recorders: its neighbour waits for it in a collective of the program's, which no mark tells."""
+    async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0, settings={"injection": True}) as dev:
+        await dev.submit(task_of(tmp_path, tp=2, min_workers=4, max_workers=4))
+        task = await until(dev, "two pairs train", lambda task: trains(task, (2, 1, 4), 8))
+        assert task.membership is not None
+        culprit = task.membership.members[3]
+        assert (culprit.shard, culprit.replica != task.membership.members[0].replica) == (1, True)
+        await inject(dev.url).hang(task="big", rank=3).during("forward")
+        at = task.progress.iteration
+        await until(dev, "two pairs train again", lambda task: trains(task, (2, 1, 4), at + 8) and task.generation > 1)
+        state, _ = await dev.state()
+        (incident,) = state.closed_incidents
+        assert incident.kind == "hang"
+        page = await printed_by("unicronctl", "--url", dev.url, "story", "incident", incident.id)
+        lines = [line.strip() for line in page.splitlines() if line.startswith("  in replica")]
+        assert lines == [
+            f"in replica {culprit.replica} rank 1 did not begin what the others wait in: {culprit.worker}"
+        ], page
 
 
 @pytest.mark.matrix

@@ -98,7 +98,7 @@ def test_open_collectives_take_precedence_over_finished() -> None:
     ("modules", "trouble"),
     [
         ({}, "torch.distributed is not loaded"),
-        ({MODULE: SimpleNamespace(_dump_fr_trace_json=lambda **_: b"[1")}, "cannot be read: ValidationError"),
+        ({MODULE: SimpleNamespace(_dump_fr_trace_json=lambda **_: b"[1")}, "cannot be read: BadDump"),
         ({MODULE: SimpleNamespace(_dump_fr_trace_json=lambda: b"")}, "cannot be read: TypeError"),
     ],
 )

@@ -134,3 +134,31 @@ def test_incident_is_bounded_whatever_the_stacks_are(places: list[tuple[int, int
     incident = (*cluster.state.closed_incidents, *cluster.state.incidents.values())[0]
     assert len(incident.stacks) <= PLACES_MAX and len(incident.sections) <= WORKERS_MAX
     assert all(0 < len(workers) <= WORKERS_MAX for workers in incident.stacks.values())
+
+
+def test_account_names_the_rank_that_held_its_replica_up() -> None:
+    cluster = MiniCluster(1)
+    for number in range(2):
+        cluster.add_host(f"n{number}", 2)
+    cluster.submit("big", min_workers=4, max_workers=4, tp=2)
+    cluster.run()
+    cluster.train("big", 3)
+    cluster.run()
+    names = members(cluster)
+    suspect(cluster, names[3], is_stopped=True, is_waiting=False, phase="forward")
+    cluster.run()
+    (incident,) = [*cluster.state.closed_incidents, *cluster.state.incidents.values()]
+    tp = v.GroupStanding(group="1 TENSOR", entered=8, finished=7, ranks=(0, 1))
+    taken(cluster, *(replace(waits(name), standings=(tp,)) for name in names[:2]))
+    taken(
+        cluster,
+        replace(waits(names[2]), standings=(tp,)),
+        replace(waits(names[3]), standings=(replace(tp, entered=7),)),
+    )
+    accounts = Accounts()
+    for step in steps(cluster.log):
+        accounts.feed(step)
+    lines = accounts.story("incident", incident.id).lines
+    assert [line for line in lines if "in replica" in line] == [
+        f"  in replica 1 rank 1 did not begin what the others wait in: {names[3]}"
+    ], "and of the other replica, whose ranks wait for each other, nobody is named"

@@ -38,6 +38,7 @@ from unicrond.views.account_lines import (
     tasks_of_plan_change,
 )
 from unicrond.views.cluster_account import ClusterAccount
+from unicrond.views.group_standings import NO_STANDINGS, GroupStandings
 from unicrond.views.view import View
 
 KINDS = ("node", "task", "incident", "plan")
@@ -76,7 +77,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
 class IncidentLife:
     """An incident from its first symptom on. `incident`: as it was last. `last_seq` 0: it is still open.
 
-    `names`: its own id, and those of the incidents that it explained.
+    `names`: its own id, and those of the incidents that it explained. `standings`: of its workers, where it was a hang.
     """
 
     first_seq: int
@@ -84,6 +85,7 @@ class IncidentLife:
     incident: Incident
     names: tuple[str, ...]
     last_seq: int = 0
+    standings: GroupStandings = NO_STANDINGS
 
 
 class Accounts(View):
@@ -120,6 +122,7 @@ class Accounts(View):
             self._bound(self.plans, "plan")
         closed = self._follow_incidents(step) if after.incidents is not before.incidents else ()
         if isinstance(entry, RecordedEvent):
+            self._begin_standings(entry.envelope.event, before)
             self.cluster.add(entry, before, after)
             self._add(entry, before, (*after.incidents, *closed))
         self._drop_others(closed)
@@ -240,7 +243,15 @@ class Accounts(View):
         if incident is None or life is None:
             return []
         life.incident = incident
+        life.standings.add(event)
         return [life]
+
+    def _begin_standings(self, event: v.Event, before: ClusterState) -> None:
+        """Note which workers' stacks are about to come: those of a group that hangs."""
+        if isinstance(event, v.MembershipDecided) and event.takes_stacks and event.task in before.tasks:
+            life = self.incidents.get(event.incident)
+            if life is not None:
+                life.standings = GroupStandings(before.tasks[event.task])
 
     def _account(self, subject: Subject, before: ClusterState) -> AccountText:
         account = self._accounts.get(subject)
@@ -329,7 +340,7 @@ class Accounts(View):
     def _end_of_incident(self, life: IncidentLife) -> list[str]:
         incident = life.incident
         output = [f"  {clean(line)}" for line in incident.log_tail.splitlines()[-OUTPUT_LINES:]]
-        tail = [*stood_lines(incident)]
+        tail = [*stood_lines(incident), *(f"  {line}" for line in life.standings.lines())]
         tail += ["", f"The last output of worker {incident.worker}:", *output] if output else []
         if not life.last_seq:
             return [f"It is still open at entry {self.state.seq}.", *tail]

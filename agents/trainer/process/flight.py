@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-import msgspec
-
 from unicrond.agents.protocol.messages import Flight
+from unicrond.events.queries.flight_dumps import RecordedCollective, parse, standings
 from unicrond.events.queries.worker_queries import COLLECTIVES_MAX, Collective
-from unicrond.events.vocabulary.stacks import STACK_MAX_CHARS, cut_stack
+from unicrond.events.vocabulary.stacks import GROUPS_MAX, STACK_MAX_CHARS, GroupStanding, cut_stack
 
 #: library -> the function of torch._C._distributed_c10d that dumps its recorder; a build without NCCL lacks the second.
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -38,38 +37,21 @@ _OTHERS_MAX = 6
 _AGENT_THREADS = frozenset({"agent-channel", "flight"})
 
 
-class _RecordedCollective(msgspec.Struct):
-    """A collective in a dump; other fields are ignored, and any may be missing in another version of torch."""
-
-    record_id: int = 0
-    pg_id: int = 0
-    collective_seq_id: int = 0
-    p2p_seq_id: int = 0
-    is_p2p: bool = False
-    profiling_name: str = ""
-    state: str | None = ""
-    retired: bool = False
-    input_sizes: Any = ()
-    input_dtypes: Any = ()
-    time_created_ns: int = 0
-
-
-class _Dump(msgspec.Struct):
-    entries: list[_RecordedCollective] = []
-
-
 def read_flight(modules: Mapping[str, Any] = sys.modules, now_ns: int | None = None) -> Flight:
-    """Return the last collectives: those that have not ended first of all, and of the others the newest."""
+    """Return the last collectives: those that have not ended first of all, and of the others the newest; and where the
+    process stands in its replica's groups."""
     torch = modules.get("torch._C._distributed_c10d")
     if torch is None:
         return Flight(trouble="torch.distributed is not loaded in this worker")
     now_ns = time.time_ns() if now_ns is None else now_ns
     collectives: list[tuple[int, int, Collective]] = []
+    places: list[GroupStanding] = []
     try:
         for library, name in _DUMPS.items():
             dump = getattr(torch, name, None)
             if dump is not None:
-                decoded = msgspec.json.decode(dump(includeCollectives=True, onlyActive=False), type=_Dump)
+                decoded = parse(dump(includeCollectives=True, onlyActive=False))
+                places += standings(decoded)
                 collectives += [
                     (entry.time_created_ns, entry.record_id, _collective(entry, library, now_ns))
                     for entry in decoded.entries
@@ -78,10 +60,10 @@ def read_flight(modules: Mapping[str, Any] = sys.modules, now_ns: int | None = N
         return Flight(trouble=f"the flight recorder cannot be read: {type(error).__name__}: {error}"[:400])
     collectives.sort(key=lambda entry: (not entry[2].is_over, *entry[:2]))
     newest = sorted(collectives[-COLLECTIVES_MAX:], key=lambda entry: entry[:2])
-    return Flight(collectives=tuple(entry for _, _, entry in newest))
+    return Flight(collectives=tuple(entry for _, _, entry in newest), standings=tuple(places[:GROUPS_MAX]))
 
 
-def _collective(entry: _RecordedCollective, library: str, now_ns: int) -> Collective:
+def _collective(entry: RecordedCollective, library: str, now_ns: int) -> Collective:
     name = entry.profiling_name.removeprefix(f"{library}:")
     sizes = " ".join(f"{kind}{size}" for kind, size in zip(entry.input_dtypes, entry.input_sizes, strict=False))
     return Collective(
