@@ -8,6 +8,7 @@ from __future__ import annotations
 #: The settings of a worker that a task file may give.
 SETTINGS = frozenset(
     {
+        "UNICRON_AUDIT_BUDGET",
         "UNICRON_BUCKET_BYTES",
         "UNICRON_CHECKSUM_EVERY",
         "UNICRON_COLLECTIVE_TIMEOUT_S",

@@ -5,7 +5,9 @@
 
 CASE: `dropout` (no step.seed), `own-data` (each process has rows of its own), `schedule` (a learning rate by the
 process's own count), `flip` (one bit of that worker's parameters is another, once, from that iteration on), `threads`
-(so, and that worker computes on two threads), `none`.
+(so, and that worker computes on two threads), `hiccup` (one bit of one gradient of that worker's is another, once, in
+that iteration), `sick` (so in each backward from that iteration on, the same bit each time), `loose` (so, another bit
+each time), `none`.
 Each process prints a line after each iteration: a digest of the parameters.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import torch
 
@@ -41,6 +44,13 @@ def flip(model: torch.nn.Module) -> None:
         next(model.parameters()).view(torch.int32).view(-1)[3] ^= 1 << 20
 
 
+def other_bit(gradient: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the gradient with one bit another, nearly the lowest."""
+    spoiled = gradient.clone()
+    spoiled.view(torch.int32).view(-1)[5 + place] ^= 1 << 3
+    return spoiled
+
+
 def main(case: str, number: int, iteration: int) -> None:
     """Train through all iterations, and print a line after each."""
     torch.manual_seed(1)
@@ -53,6 +63,7 @@ def main(case: str, number: int, iteration: int) -> None:
     if case == "threads" and is_odd:
         torch.set_num_threads(2)
     hook = Hook.attach(model, optimizer, dataset_size=SAMPLES)
+    spoiled = 0
     for steps, step in enumerate(hook.steps()):
         for micro_batch in step:
             if case in ("flip", "threads") and is_odd and step.iteration >= iteration:
@@ -62,7 +73,14 @@ def main(case: str, number: int, iteration: int) -> None:
                 step.seed(micro_batch)
             places = list(step.samples(micro_batch))
             loss = torch.nn.functional.cross_entropy(model(rows[places]), classes[places], reduction="sum")
-            loss.backward()
+            if is_odd and step.iteration >= iteration and case in ("hiccup", "sick", "loose"):
+                is_odd = case != "hiccup"
+                spoiled += case == "loose"
+                handle = model.first.weight.register_hook(partial(other_bit, place=spoiled % 3))
+                loss.backward()
+                handle.remove()
+            else:
+                loss.backward()
             step.add(loss.detach(), len(places))
         if case == "schedule":
             optimizer.param_groups[0]["lr"] = 0.01 / (1 + steps)

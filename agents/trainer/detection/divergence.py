@@ -80,6 +80,11 @@ def judge_gradients(rows: Sequence[Sequence[int]]) -> ReplicaDifference:
     return ReplicaDifference("unequal" if len(steady) + len(overflows) == len(rows) else "unsteady")
 
 
+def are_equal_but_for_rounding(numbers: Sequence[int]) -> bool:
+    """Return whether these numbers of one micro-batch's gradients (`gradients_number`) differ by rounding alone."""
+    return _are_close([_norm(number) for number in numbers])
+
+
 def _largest_group(rows: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
     """Return the longest stretch of the rows, which are in ascending order, of which all norms are close."""
     longest, first = rows[:0], 0

@@ -31,6 +31,7 @@ import torch
 from unicrond.agents.protocol.marks import Marker, now_us
 from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS
+from unicrond.agents.trainer.detection.audits import Audits
 from unicrond.agents.trainer.detection.baseline import RECENT, SLOW, Baseline
 from unicrond.agents.trainer.detection.checksum import ParameterDigest, checksum
 from unicrond.agents.trainer.detection.divergence import NEWCOMER_ITERATIONS, ReplicaDifference, judge_parameters
@@ -117,6 +118,9 @@ class Detection:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
         self._stragglers = Stragglers()
         self.compute_time = ComputeTime()
+        #: A replica is one worker: what one sees, no other shard has to.
+        self._is_alone = spec.replica_workers == 1
+        self.audits = Audits(settings.audit_budget, is_able=_can_audit(context))
         self._saving_us = self._busy_us = 0
         self._busiest_s = 0.0
         self._sightings: list[Sighting] = []
@@ -150,12 +154,17 @@ class Detection:
 
     def words(self) -> dict[str, Any]:
         """Return what a newcomer is to know of the times of iterations and sections; travels with the state."""
-        return {"usual": self._baseline.words(), "sections": self._sections.words()}
+        return {
+            "usual": self._baseline.words(),
+            "sections": self._sections.words(),
+            "audits": self.audits.words(),
+        }
 
     def inherit(self, state: Mapping[str, Any]) -> None:
         """Inherit the words that came with the state that was loaded."""
         self._baseline.inherit(state.get("usual"))
         self._sections.inherit(state.get("sections"))
+        self.audits.inherit(state.get("audits"))
 
     def section(self, name: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Return the context of a section of the program. `timeout_s`: the limit of work that is not training; None:
@@ -357,6 +366,8 @@ class Detection:
         self, sign: CorruptionSign, values: list[float], iteration: int, generation: int, workers: list[str]
     ) -> None:
         for spike in self._spikes[sign].check(values):
+            if self._is_alone:
+                self.audits.attend()
             suspect = "" if spike.rank is None else workers[spike.rank]
             self._suspect(sign, suspect, spike.value, spike.usual, iteration, generation)
 
@@ -423,3 +434,8 @@ class Detection:
                 others_us=int(others_us) if stands_out else 0,
             )
         )
+
+
+def _can_audit(context: Context) -> bool:
+    """Return whether this worker can compute micro-batches for their bits alone, and these tell anything."""
+    return bool(context.launch.spec.lanes) and context.settings.deterministic != "off" and context.replica.can_audit

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from unicrond.agents.trainer.detection.audits import AuditDoubt, judge, judge_again
 from unicrond.agents.trainer.detection.divergence import ReplicaDifference, judge_gradients
 from unicrond.agents.trainer.detection.observing import Detection
 from unicrond.agents.trainer.groups.shard_group import Rendezvous
@@ -27,6 +28,15 @@ from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import Context
 from unicrond.events.vocabulary import CorruptionSign, DivergenceObserved, DivergenceSign, divergence_text
 
+#: Of an audit's row before a second look: a number, and how often the replica has passed.
+_FIRST = 2
+#: Of so many replicas the one at fault accuses itself, too: one word is no majority.
+_TWO = 2
+_DOUBTS: dict[AuditDoubt, str] = {
+    "unsteady": "a micro-batch has other bits each time; use deterministic kernels",
+    "unequal": "two replicas have steady bits that differ, and nobody can say whose are right; check both nodes",
+    "deviating": "a replica that joined has other bits than the others: other hardware or software",
+}
 #: In how many groups a worker reports what they compute on: the head needs the word of most members of one group, and a
 #: group may be too short for that.
 ENVIRONMENT_REPORTS_MAX = 3
@@ -86,10 +96,31 @@ class ReplicaComparison:
                 self._await_eviction()
                 self.rendezvous.look()
                 self.detection.start_iteration(self.member.ledger.iteration)
+        self.detection.audits.bits_differ = bool(words) or bool(self._deviating_ranks())
         if words and self.context.settings.deterministic == "require":
             raise determinism.NotDeterministic(f"deterministic: require: {words}")
         if words:
             self._warn_of_bits(words)
+
+    def compare_audit(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Compare the numbers of an audited micro-batch, and how often each replica has had the others' bits; return
+        whether all are to compute it once more. Raises MembershipSuperseded where a replica has been given up for
+        it."""
+        iteration, generation, replica = self.member.ledger.iteration, self.rendezvous.generation, self.context.replica
+        verdict = judge(rows) if len(rows[0]) == _FIRST else judge_again(rows)
+        (is_open,) = replica.highest(int(verdict.is_open))
+        if is_open:
+            return True
+        self.detection.audits.end(verdict, generation)
+        if verdict.doubt:
+            print(f"{self.context.launch.worker}: no more audits: {_DOUBTS[verdict.doubt]}", flush=True)
+        if verdict.odd:
+            self._accuse(verdict.odd, "micro_batch", iteration, by_all=len(rows) == _TWO)
+        if not replica.all_true(not verdict.odd):
+            self._await_eviction()
+            self.rendezvous.look()
+            self.detection.start_iteration(iteration)
+        return False
 
     def compare_parameters(self, iteration: int) -> None:
         """Compare the parameters that all replicas began the iteration with, before its step. Raises Diverged, and
@@ -113,8 +144,8 @@ class ReplicaComparison:
         self._send("environment", iteration)
         return ReplicaDifference()
 
-    def _accuse(self, odd: Sequence[int], sign: CorruptionSign, iteration: int) -> None:
-        if self._rank not in odd and not self._diverges:
+    def _accuse(self, odd: Sequence[int], sign: CorruptionSign, iteration: int, *, by_all: bool = False) -> None:
+        if (by_all or self._rank not in odd) and not self._diverges:
             workers = [peer.worker for peer in self.member.peers]
             self.detection.accuse(odd, sign, iteration, self.rendezvous.generation, workers)
 

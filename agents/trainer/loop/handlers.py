@@ -83,6 +83,10 @@ class EffectHandlers:
         self.member.pending_work.bits_tested = True
         self.comparison.compare_gradients(self._collect_rows(numbers))
 
+    def audit(self, numbers: Sequence[int]) -> bool:
+        """Compare an audited micro-batch's numbers; return and raise what `ReplicaComparison.compare_audit` does."""
+        return self.comparison.compare_audit(self._collect_rows([*numbers, self.detection.audits.passed]))
+
     def _collect_rows(
         self, row: Sequence[int], point: Point | None = None, callback: Callable[[], None] | None = None
     ) -> list[list[int]]:
@@ -209,10 +213,13 @@ class EffectHandlers:
 
     def _agree(self, effect: e.Agree) -> list[list[int]]:
         """Gather the members' rows, each with its shard's sighting of the iteration appended."""
-        ledger, width = self.member.ledger, len(effect.row)
+        ledger, width, audits = self.member.ledger, len(effect.row), self.detection.audits
+        generation, (*row, word) = self.rendezvous.generation, effect.row
+        word |= audits.word(ledger.iteration, generation, self.member.micro_batches, self.group.size)
         sighting = self.detection.observe(ledger.iteration, ledger.finished, self.reduction.norm())
         tells = self.member.is_leader and self.detection.checksums_due(ledger.iteration)
-        rows = self._collect_rows([*effect.row, *sighting.row()], "agreeing", self._check_sums if tells else None)
+        rows = self._collect_rows([*row, word, *sighting.row()], "agreeing", self._check_sums if tells else None)
+        audits.agree([row[width - 1] for row in rows], ledger.iteration, generation)
         self.detection.record_agreement([row[width:] for row in rows])
         self.comparison.compare_parameters(ledger.iteration)
         return [row[:width] for row in rows]

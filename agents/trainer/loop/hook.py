@@ -30,8 +30,6 @@ import torch
 
 from unicrond.agents.protocol.messages import LEFT_EARLY
 from unicrond.agents.protocol.sampling import work_seed
-from unicrond.agents.trainer.detection.checksum import checksum
-from unicrond.agents.trainer.detection.divergence import gradients_number
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
 from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
 from unicrond.agents.trainer.lifecycle import MemberState
@@ -43,8 +41,9 @@ from unicrond.agents.trainer.loop.driver import LifecycleDriver, make_driver, pl
 from unicrond.agents.trainer.loop.loader import sampling_over
 from unicrond.agents.trainer.loop.local import Local as Local
 from unicrond.agents.trainer.loop.local import LocalHook, backward
+from unicrond.agents.trainer.loop.recomputation import Recomputation
 from unicrond.agents.trainer.loop.stream import DatasetLoader, make_loader
-from unicrond.agents.trainer.process import context, determinism
+from unicrond.agents.trainer.process import context
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
 from unicrond.agents.trainer.process.randomness import seed_all
@@ -123,13 +122,12 @@ class Hook:
     _context: Context
     _driver: LifecycleDriver
     _overlap: bool
+    _recomputation: Recomputation
     #: None where the model is a framework's own.
     _examination: examination.Examination | None = None
     _has_ended: bool = False
     _step: Step | None = None
     _early: LeftEarly | None = None
-    #: The micro-batch under way is computed for its bits alone and does not count.
-    _testing_bits: bool = False
 
     @staticmethod
     def attach(
@@ -162,7 +160,7 @@ class Hook:
         driver = make_driver(process, models, optimizer, scheduler, dataset_size, gradients)
         driver.member.loaded_iteration = loaded_iteration
         driver.saving.origin.note_program_state(loaded_iteration or 0)
-        hook = Hook(process, driver, overlap, attachment)
+        hook = Hook(process, driver, overlap, Recomputation(driver), attachment)
         driver.accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
         process.finish = hook._finish
@@ -330,7 +328,7 @@ class Hook:
         driver, runs = self._driver, self._driver.runs
         compute_time, mark, ledger = driver.detection.compute_time, self._context.mark, driver.member.ledger
         driver.rendezvous.look()
-        yield from self._compare_bits()
+        yield from self._recomputation.compare()
         if runs is not None:
             runs.begin()
         while (run := ledger.run) is not None:
@@ -355,25 +353,8 @@ class Hook:
                     runs.end(run)
             driver.rendezvous.look()
 
-    def _compare_bits(self) -> Iterator[list[int]]:
-        """Have the loop compute a micro-batch twice, for its bits alone, where a task begins (`determinism.py`)."""
-        driver = self._driver
-        member, policy = driver.member, self._context.settings.deterministic
-        if member.lanes is None or not member.is_new or policy == "off":
-            return
-        numbers = []
-        self._testing_bits = True
-        for _ in range(2):
-            with driver.accumulation.scratch_store() as gradients:
-                driver.accumulation.begin_micro_batches()
-                yield [determinism.MICRO_BATCH]
-                driver.accumulation.end_micro_batches([determinism.MICRO_BATCH])
-                numbers.append(gradients_number(checksum([gradients]), float(torch.linalg.vector_norm(gradients))))
-        self._testing_bits = False
-        driver.check_bits(numbers)
-
     def _add(self, loss_sum: float, tokens: int) -> None:
-        if self._testing_bits:
+        if self._recomputation.is_apart:
             return
         ledger = self._driver.member.ledger
         loss_sum = self._context.injection.spoil_loss(loss_sum)

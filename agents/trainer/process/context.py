@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 #: Of /proc/PID/stat, counted from behind the process's name: where its arguments begin; they end at the next.
 _ARG_START = 45
+_PART_MAX = 0.5
 _PREFIX = "unicrond: "
 
 
@@ -34,7 +35,8 @@ class WorkerSettings:
     `checksum_every`: iterations from one checksum of the parameters in the log to the next, 0: replicas do not compare
     their parameters at all; else they do so in each iteration. `standby_max`:
     standby groups are kept for so many replicas at most, 0: never. `deterministic`: see process/determinism.py.
-    `save_wait_s`: see states/storing.py.
+    `save_wait_s`: see states/storing.py. `audit_budget`: the part of the time that audits may cost
+    (detection/audits.py).
     """
 
     fault_wait_s: float
@@ -47,13 +49,14 @@ class WorkerSettings:
     standby_max: int = 8
     deterministic: str = "check"
     save_wait_s: float = 60.0
+    audit_budget: float = 0.005
 
     @staticmethod
     def from_environment() -> WorkerSettings:
         """Read UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600),
         UNICRON_HANG_FLOOR_S (1), UNICRON_START_S (600), UNICRON_SAVE_WAIT_S (60); UNICRON_BUCKET_BYTES (32 MiB),
         UNICRON_CHECKSUM_EVERY (50), UNICRON_STANDBY_MAX (8) and UNICRON_DETERMINISTIC (check), which must be the same
-        for all workers of a task. Raises ValueError."""
+        for all workers of a task; UNICRON_AUDIT_BUDGET (0.005). Raises ValueError."""
         return WorkerSettings(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
@@ -65,6 +68,7 @@ class WorkerSettings:
             standby_max=_count("UNICRON_STANDBY_MAX", 8, "replicas"),
             deterministic=_one_of(DETERMINISTIC, DETERMINISM),
             save_wait_s=_seconds("UNICRON_SAVE_WAIT_S", 60.0),
+            audit_budget=_part("UNICRON_AUDIT_BUDGET", 0.005),
         )
 
 
@@ -89,6 +93,17 @@ def _bytes(name: str, default: int) -> int:
     if text and not (text.isdecimal() and int(text) > 0):
         raise ValueError(f"{name}: {text!r} is not a number of bytes; give a whole number above 0, or leave it out")
     return int(text or default)
+
+
+def _part(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= _PART_MAX:
+        raise ValueError(f"{name}: {text!r} is no part of the time; give 0 (none) to {_PART_MAX:g}, or leave it out")
+    return value
 
 
 def _seconds(name: str, default: float) -> float:

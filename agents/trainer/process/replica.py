@@ -29,6 +29,7 @@ from unicrond.events.host.network_addresses import interface_of
 from unicrond.events.megatron import command_line as megatron_lm
 
 _MEET_TIMEOUT = timedelta(minutes=5)
+_CAN_AUDIT = "can_audit/"
 
 
 WORLD_TEXT = (
@@ -64,7 +65,10 @@ class ReplicaWorld:
         else:
             server = dist.TCPStore(launch.store.host, launch.store.port, None, False, _MEET_TIMEOUT)
             store = dist.PrefixStore(f"replica/{launch.task}/{launch.replica}", server)
+        store.set(f"{_CAN_AUDIT}{self.shard}", "")
         dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
+        #: All shards' hooks know audits (`detection/audits.py`), which are all shards' or none's.
+        self.can_audit = bool(store.check([f"{_CAN_AUDIT}{shard}" for shard in range(self.size)]))
         self._world = dist.group.WORLD
         if spec.entry != megatron_lm.ENTRY:  # which sets it up from its own flags
             cut = spec.cut
