@@ -122,6 +122,19 @@ def _look(commands: Commands) -> None:
     )
     command(
         commands,
+        "certify",
+        "views.certify_command:certify_command",
+        "check what the log proves of a task's training: samples, memberships, states; and whether it was changed",
+        option("task", "TASK", "the task; of several runs the last", type=name),
+        option(
+            "--dataset-size", "N", "samples in its data set, 0: an endless stream; check the samples", type=whole(0)
+        ),
+        shared("--out", "the certificate, to be kept elsewhere"),
+        option("--against", "FILE", "check that the log continues that of this certificate", type=Path),
+        codes=exit_codes(failed="something is not proven"),
+    )
+    command(
+        commands,
         "events",
         "views.commands:events_command",
         "show the events, one line each",

@@ -119,6 +119,15 @@ examples:
 Both runs of a task with `numerics: fixed` have the same bits, whatever failed in either:
 compared are losses, and checksums of the gradients' sums and of the parameters, of the iterations that both logs
 name.""",
+    "certify": """\
+examples:
+  unicron-replay certify big --state-dir unicron-state --dataset-size 81920 --out big.json
+  unicron-replay certify big --log incident.log --against big.json
+  unicron-replay certify big --nats nats://head:4222 --json
+
+Proven is that every iteration was committed once, by one membership, with the samples that the seed draws for it,
+and from the state before it. The last link, kept elsewhere, shows later whether an entry was changed, lost or added.
+It does not prove that gradients are the program's.""",
     "story": """\
 examples:
   unicron-replay story incident i52 --log incident.log
