@@ -73,7 +73,7 @@ from unicrond.events.vocabulary.tasks import (
     TaskStart,
 )
 from unicrond.events.vocabulary.training import (
-    Checksums, CorruptionSuspected, DegradationObserved, DivergenceObserved, HangSuspected, StepCommitted,
+    Checksums, CorruptionSuspected, DegradationObserved, DivergenceObserved, HangSuspected, ReplicaDeal, StepCommitted,
     StragglerObserved, StragglerRecovered, StragglerSeen, divergence_text,
 )
 from unicrond.events.vocabulary.workers import (
@@ -88,11 +88,15 @@ __all__ = [
     "DETERMINISTIC",
     "LANES",
     "NAME_PATTERN",
-    "SERIAL_MAX", "SOURCES_MAX",
+    "SERIAL_MAX",
+    "SOURCES_MAX",
     "USER_PATTERN",
     "WORKERS_MAX",
     "AcceleratorReported",
-    "AlarmAcknowledged", "AlarmAssigned", "AlarmEnded", "AlarmSilenced",
+    "AlarmAcknowledged",
+    "AlarmAssigned",
+    "AlarmEnded",
+    "AlarmSilenced",
     "AnyCommand",
     "AnyDecision",
     "AnyEvent",
@@ -194,6 +198,7 @@ __all__ = [
     "PublicKey",
     "RepairEnded",
     "RepairNeed",
+    "ReplicaDeal",
     "Request",
     "ReshapeRequested",
     "RunningWorker",

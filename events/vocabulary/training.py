@@ -175,26 +175,54 @@ class StragglerSeen(PlacedObservation, frozen=True, kw_only=True):
     factor: Factor
 
 
+class ReplicaDeal(Value, frozen=True, kw_only=True):
+    """What a replica computes of an iteration where micro-batches are dealt by speed, and what that has brought.
+
+    It is `dealt` so many of all `micro_batches`, of which an even deal would give it `dealt_evenly`. Iterations took
+    `iteration_us_before` when all were dealt evenly, take `iteration_us` now, and would take `ideal_us` if they had
+    become shorter by all that the deal cuts by the measured speeds. 0: not known yet, or not in this group.
+    """
+
+    micro_batches: Count
+    dealt: Count
+    dealt_evenly: Count
+    iteration_us_before: Duration = 0
+    iteration_us: Duration = 0
+    ideal_us: Duration = 0
+
+    def phrase(self) -> str:
+        """Say it in a phrase."""
+        text = f"dealt {self.dealt} of {self.micro_batches} micro-batches instead of {self.dealt_evenly}"
+        if not self.iteration_us_before or not self.iteration_us:
+            return text
+        before, now, ideal = (round(us / 1000) for us in (self.iteration_us_before, self.iteration_us, self.ideal_us))
+        return f"{text}; iterations {before} -> {now} ms, ideal {ideal}"
+
+
 class StragglerObserved(StragglerSeen, frozen=True, kw_only=True):
     """A replica has been slower than the others at the same work, for at least some seconds.
 
-    The first replica's worker of its shard reports it once, and again when its `factor` has changed. `straggler`: its
+    The first replica's worker of its shard reports it once, and again when its `factor` has changed or it is known what
+    another deal of the micro-batches has brought. `straggler`: its
     worker in that shard; `rank`: its place in the membership. `factor`: its own time per micro-batch over the median of
     the other replicas' in the same iterations; `compute_us` and `others_us`: these two. It began about the beginning of
-    `since_iteration`, at `since_us` by the reporter's clock.
+    `since_iteration`, at `since_us` by the reporter's clock. `deal`: what is done about it; None: nothing (yet), or not
+    said.
     """
 
     compute_us: Duration
     others_us: Duration
     since_iteration: Iteration
     since_us: Micros
+    deal: ReplicaDeal | None = None
 
     def sentence(self) -> str:
         """Say it in one sentence."""
+        deal = f": {self.deal.phrase()}" if self.deal else ""
         return (
             f"worker {self.straggler} (rank {self.rank}) on {self.straggler_node} is a straggler: it takes"
             f" {self.factor:.2f} times as long as the other replicas since iteration {self.since_iteration},"
-            f" {seconds(self.compute_us)} per micro-batch against {seconds(self.others_us)}"
+            f" {seconds(self.compute_us)} per micro-batch against {seconds(self.others_us)}{deal}"
         )
 
 

@@ -19,6 +19,7 @@ from unicrond.agents.protocol.messages import GroupMembership, Reporter
 from unicrond.agents.trainer.detection.baseline import LAST_WRITE_US
 from unicrond.agents.trainer.detection.checksum import checksum, checksum_of_pieces
 from unicrond.agents.trainer.detection.observing import Detection, Sighting
+from unicrond.agents.trainer.lifecycle.deal import Deal
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount, Total
 from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import WorkerSettings
@@ -71,14 +72,14 @@ def told_of(shard: int, rank: int) -> list[Any]:
     for iteration in range(1, 61):
         rows = [Sighting(400_000, 4, 1.0, 0).row(), Sighting(500_000, 4, 1.0, 0).row()]
         detection.record_agreement(rows)
-        detection.judge(iteration, total, membership, shard, rank)
+        detection.judge(iteration, total, membership, shard, rank, Deal())
     return sent
 
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_shards_compare_with_peers_and_first_replica_reports(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(10**9, 500_000)
-    monkeypatch.setattr("unicrond.agents.trainer.detection.observing.now_us", lambda: next(clock))
+    monkeypatch.setattr("unicrond.agents.trainer.detection.straggler_reports.now_us", lambda: next(clock))
     (told,) = told_of(shard, rank=0)
     assert isinstance(told, StragglerObserved)
     assert (told.straggler, told.straggler_node, told.rank) == (f"t.{3 + shard}", "n1", 2 + shard)

@@ -33,6 +33,7 @@ from unicrond.agents.trainer.lifecycle.results import (
     QuitRequested,
     RendezvousTimedOut,
     ReplicaDiffers,
+    ReplicaWord,
     StateLost,
 )
 from unicrond.agents.trainer.loop import handlers
@@ -53,8 +54,9 @@ STORE = StoreAddress(host="127.0.0.1", port=1)
 DIRECTORY = Path(lifecycle.__file__).parent
 #: What the lifecycle may import beside itself.
 ALLOWED = {
-    "__future__", "bisect", "collections.abc", "dataclasses", "functools",
-    "heapq", "itertools", "operator", "re", "struct", "typing", "unicrond.events", "unicrond.events.vocabulary",
+    "__future__", "bisect", "collections", "collections.abc", "dataclasses", "functools",
+    "heapq", "itertools", "math", "operator", "re", "statistics", "struct", "typing", "unicrond.events",
+    "unicrond.events.vocabulary",
     "unicrond.agents.trainer", "unicrond.agents.trainer.lifecycle.lanes", "unicrond.agents.trainer.lifecycle.ledger",
     "unicrond.agents.protocol.messages", "unicrond.agents.protocol.sampling",
     "unicrond.agents.trainer.lifecycle.optimizer_shards",
@@ -141,6 +143,8 @@ class Driven:
                 return [effect.row] * size
             case e.AnyShard():
                 return effect.holds
+            case e.AgreeInReplica():
+                return ReplicaWord(effect.stop)
             case e.PendingGeneration():
                 return 0
             case e.CheckPeers():
@@ -240,7 +244,7 @@ def test_iteration_emits_effects_in_order() -> None:
     driven.until(e.Compute)
     assert driven.names(since - 1) == [
         "Compute", "SetPhase", "FaultPoint computed", "LastStage", "Reduce", "FaultPoint reduced", "PendingGeneration",
-        "AnyShard", "Agree", "Settle", "SetPhase", "FaultPoint agreed", "Optimize", "Send", "Observe", "Clear",
+        "AgreeInReplica", "Agree", "Settle", "SetPhase", "FaultPoint agreed", "Optimize", "Send", "Observe", "Clear",
         "StartClock", "FaultPoint committed", "SetPhase", "Save", "PrepareStandby", "SetPhase", "Compute",
     ]  # fmt: skip
     assert [message.iteration for message in driven.told(IterationCommitted)] == [1]

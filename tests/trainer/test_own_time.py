@@ -50,6 +50,18 @@ def test_compute_time_excludes_declared_section() -> None:
     assert own.micro_batches == 1, "an end without a beginning is none"
 
 
+def test_pace_is_by_the_clock_without_the_filling_of_pipelines() -> None:
+    own = ComputeTime()
+    assert own.pace_us(0) == 0
+    for micro_batches in (3, 1):
+        own.begin()
+        time.sleep(WORK_S)
+        own.end(micro_batches)
+    assert own.clock_us >= 2 * WORK_S * 1e6 and own.clock_us >= own.compute_us
+    assert own.pace_us(0) == own.clock_us // 4
+    assert own.pace_us(1) == own.clock_us // (4 + 2), "two calls"
+
+
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not tell")
 def test_compute_time_excludes_cpu_wait() -> None:
     """Beside others on the same CPU, which take their share of it."""

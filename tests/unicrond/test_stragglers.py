@@ -56,13 +56,28 @@ def test_straggler_shows_rank_node_factor_and_start(cluster: MiniCluster) -> Non
     slow = member(cluster, 2)
     (row,) = stragglers_table(cluster.state).rows
     assert row[:6] == (slow.worker, "2", slow.node, "1.25", "125 ms", "100 ms") and row[-1] == "11"
-    assert row[6].startswith("1970-01-0"), "since when, in local time"
+    assert row[6] == "-" and row[7].startswith("1970-01-0"), "since when, in local time"
     assert tasks_table(cluster.state).rows[0][-1] == (
         f"{slow.worker} on {slow.node} takes 1.25 times as long as the others"
     )
     labels = f'node="{slow.node}",rank="2",task="big",worker="{slow.worker}"'
     assert f"unicron_straggler_factor{{{labels}}} 1.25" in exposition(lambda: cluster.state)().decode()
     assert cluster.state.plan == before.plan and not cluster.state.incidents_total, "nothing is done about it"
+
+
+def test_straggler_shows_what_it_is_dealt_and_what_that_brought(cluster: MiniCluster) -> None:
+    deal = v.ReplicaDeal(
+        micro_batches=12, dealt=2, dealt_evenly=4, iteration_us_before=366_000, iteration_us=240_000, ideal_us=236_000
+    )
+    event = straggles(cluster, 2, factor=2.0, since_iteration=120, deal=deal)
+    say(cluster, event)
+    words = "dealt 2 of 12 micro-batches instead of 4; iterations 366 -> 240 ms, ideal 236"
+    (row,) = stragglers_table(cluster.state).rows
+    assert row[6] == words
+    assert tasks_table(cluster.state).rows[0][-1].endswith(f"takes 2.00 times as long as the others: {words}")
+    assert event.sentence().endswith(f"per micro-batch against 0.100 s: {words}")
+    say(cluster, replace(event, deal=replace(deal, iteration_us_before=0)))
+    assert stragglers_table(cluster.state).rows[0][6] == "dealt 2 of 12 micro-batches instead of 4"
 
 
 def test_straggler_keeps_first_report_time(cluster: MiniCluster) -> None:

@@ -184,6 +184,7 @@ def workers_table(state: ClusterState, task: str = "", node: str = "") -> Table:
             slow = owner.group.stragglers.get(worker.worker)
             notes = [f"busy: {worker.section}"] if worker.section else []
             notes += [f"{slow.factor:.2f} times as slow as the others"] if slow else []
+            notes += [slow.deal.phrase()] if slow and slow.deal else []
             rows.append(
                 (
                     worker.worker,
@@ -264,12 +265,13 @@ def stragglers_table(state: ClusterState) -> Table:
             f"{straggler.factor:.2f}",
             f"{milliseconds(straggler.compute_us)} ms",
             f"{milliseconds(straggler.others_us)} ms",
+            straggler.deal.phrase() if straggler.deal else "-",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(straggler.since_us / 1e6)),
             str(straggler.since_iteration),
         )
         for rank, straggler in stragglers(state)
     ]
-    headers = ("straggler", "rank", "node", "factor", "micro-batch", "others", "since", "iteration")
+    headers = ("straggler", "rank", "node", "factor", "micro-batch", "others", "deal", "since", "iteration")
     return Table(headers, tuple(rows), frozenset({"rank", "factor", "micro-batch", "others", "iteration"}), "none")
 
 
@@ -306,8 +308,9 @@ def _slow(task: Task) -> str:
     if not task.group.stragglers or task.status is not TaskStatus.ACTIVE:
         return ""
     slowest = max(task.group.stragglers.values(), key=lambda straggler: straggler.factor)
+    deal = f": {slowest.deal.phrase()}" if slowest.deal else ""
     rest = f", {len(task.group.stragglers) - 1} more" if len(task.group.stragglers) > 1 else ""
-    return f"{slowest.worker} on {slowest.node} takes {slowest.factor:.2f} times as long as the others{rest}"
+    return f"{slowest.worker} on {slowest.node} takes {slowest.factor:.2f} times as long as the others{deal}{rest}"
 
 
 def _reshaping(task: Task) -> str:

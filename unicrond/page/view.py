@@ -90,6 +90,7 @@ def ranks_of(task: Task, hide: Callable[[str], str] = str) -> list[dict[str, Any
             }
         if slow := task.group.stragglers.get(member.worker):
             row["factor"] = slow.factor
+            row["deal"] = slow.deal.phrase() if slow.deal else ""
         rows.append(row)
     return rows
 

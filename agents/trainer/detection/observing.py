@@ -6,8 +6,7 @@ Rules
 * What all replicas need to know travels with the agreement that ends an iteration (`Sighting`, one row per replica):
   no collective of its own. The leader judges it; checksums are judged by all, before the step (`divergence.py`).
 * Compute time is a replica's own time for its micro-batches, waits excluded (`own_time.py`), told per micro-batch as
-  they may be assigned unevenly. `stragglers.py` compares the replicas of each shard; all follow it, so that a new
-  leader knows what was told, and the first replica tells.
+  they may be assigned unevenly. `stragglers.py` compares the replicas of each shard; `straggler_reports.py` tells.
 * Per iteration it costs a few microseconds, one pass over the gradients and one over the parameters; every
   `checksum_every` iterations that is a slower one, whose checksum the log gets.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,8 +36,9 @@ from unicrond.agents.trainer.detection.divergence import NEWCOMER_ITERATIONS, Re
 from unicrond.agents.trainer.detection.own_time import ComputeTime
 from unicrond.agents.trainer.detection.sections import ProgramSection, ProgramSections
 from unicrond.agents.trainer.detection.spikes import Spikes
-from unicrond.agents.trainer.detection.stragglers import StragglerFinding, Stragglers
+from unicrond.agents.trainer.detection.straggler_reports import StragglerReports
 from unicrond.agents.trainer.groups.group import ShardGroup
+from unicrond.agents.trainer.lifecycle.deal import Deal
 from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.context import Context, WorkerSettings
@@ -48,8 +47,6 @@ from unicrond.events.vocabulary import (
     CorruptionSign,
     CorruptionSuspected,
     DegradationObserved,
-    StragglerObserved,
-    StragglerRecovered,
     WorkerBusy,
 )
 from unicrond.events.vocabulary.training import SUSPECTS_MAX
@@ -116,12 +113,14 @@ class Detection:
             "gradient_norm": Spikes(rise=9.0),
         }
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
-        self._stragglers = Stragglers()
+        self._stragglers = StragglerReports(context.channel, context.launch.reporter)
         self.compute_time = ComputeTime()
         #: A replica is one worker: what one sees, no other shard has to.
         self._is_alone = spec.replica_workers == 1
         self.audits = Audits(settings.audit_budget, is_able=_can_audit(context))
         self._saving_us = self._busy_us = 0
+        #: Of the last iteration, 0 where it was not plain.
+        self._plain_us = 0
         self._busiest_s = 0.0
         self._sightings: list[Sighting] = []
         #: The iteration that they are of, and the checksum that all replicas have made in it, 0 for none.
@@ -259,6 +258,7 @@ class Detection:
     def commit(self, iteration: int, duration_us: int, group: ShardGroup) -> None:
         """Note the end of the iteration, after `duration_us`."""
         saved = self.has_saved(duration_us)
+        self._plain_us = duration_us if self.is_plain(duration_us) else 0
         if _SAVING * self._busy_us <= duration_us:
             self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
         self._saving_us = self._busy_us = 0
@@ -328,18 +328,16 @@ class Detection:
 
     # --- reports to the agent -------------------------------------------------------------------
 
-    def judge(self, iteration: int, total: Total, membership: GroupMembership, shard: int, rank: int) -> None:
-        """Judge an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's."""
+    def judge(
+        self, iteration: int, total: Total, membership: GroupMembership, shard: int, rank: int, deal: Deal
+    ) -> None:
+        """Judge an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's. `deal`: of the next
+        iteration."""
         if len(self._sightings) != len(total.accounts):
             return  # agreed on in another group: its rows are gone
         workers = [member.worker for member in membership.members if member.shard == shard]
-        computed = {
-            worker: (sighting.compute_us, sighting.micro_batches)
-            for worker, sighting in zip(workers, self._sightings, strict=True)
-        }
-        for finding in self._stragglers.add(iteration, now_us(), computed):
-            if rank == 0:
-                self._report_straggler(finding, iteration, membership)
+        times = [(sighting.compute_us, sighting.micro_batches) for sighting in self._sightings]
+        self._stragglers.judge(iteration, times, membership, shard, deal, self._plain_us, tells=not rank)
         if rank:
             return
         if shard == 0:
@@ -383,32 +381,6 @@ class Detection:
                 suspect=suspect,
                 value=value,
                 usual=usual,
-            )
-        )
-
-    def _report_straggler(self, finding: StragglerFinding, iteration: int, membership: GroupMembership) -> None:
-        workers = [member.worker for member in membership.members]
-        rank = workers.index(finding.worker)
-        straggler = membership.members[rank]
-        fields: dict[str, Any] = {
-            **self._reporter,
-            "generation": membership.generation,
-            "iteration": iteration,
-            "straggler": straggler.worker,
-            "straggler_node": straggler.node,
-            "rank": rank,
-            "factor": finding.factor,
-        }
-        if finding.over:
-            self._channel.send(StragglerRecovered(**fields))
-            return
-        self._channel.send(
-            StragglerObserved(
-                **fields,
-                compute_us=finding.own_us,
-                others_us=finding.others_us,
-                since_iteration=finding.since_iteration,
-                since_us=time.time_ns() // 1000 - (now_us() - finding.since_us),
             )
         )
 

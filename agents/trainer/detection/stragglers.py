@@ -27,9 +27,17 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
+
+from unicrond.agents.trainer.lifecycle.certainty import (
+    LONGEST,
+    SURE,
+    certain_middle,
+    medians_by_part,
+    middle,
+    standard_error,
+)
 
 #: Iterations of a group that say nothing.
 WARM_UP = 3
@@ -38,13 +46,6 @@ HISTORY = 120
 SLOW = 1.05
 OVER = 1.025
 AGAIN = 1.2
-#: Samples looked back upon -> standard errors, and in how many parts. Measured noise has heavier tails than normal
-#: noise, and neighbouring samples share some of it (docs/results/benchmarks.md).
-SURE = {20: (7.0, 4), 40: (4.5, 2)}
-LONGEST = 40
-#: Of normal noise: from a median distance to a deviation, and from that to the error of a mean of the middle half.
-_TO_DEVIATION = 1.4826
-_TO_ERROR = 1.09
 #: Looked at in every so many samples.
 _EVERY = 2
 #: So many samples make up most of the moving average.
@@ -168,7 +169,7 @@ class Stragglers:
             return None
         lags = [sample.lag for sample in samples]
         if report is None:
-            lag = next((lag for size in SURE if (lag := _slow(lags, size)) is not None), None)
+            lag = next((lag for size in SURE if (lag := certain_middle(lags, size, math.log(SLOW))) is not None), None)
             if lag is None:
                 return None
             since = samples[_change(lags, lag)]
@@ -178,13 +179,13 @@ class Stragglers:
         if report.rest > 0 or len(lags) < LONGEST:
             return None
         recent = lags[-LONGEST:]
-        lag = _middle(recent)
-        if lag < math.log(OVER) and max(_by_part(recent, 2)) < math.log(SLOW):
+        lag = middle(recent)
+        if lag < math.log(OVER) and max(medians_by_part(recent, 2)) < math.log(SLOW):
             del self._reports[worker]
             report.factor = math.exp(lag)
             return self._finding(worker, report, samples, over=True)
         change = abs(lag - math.log(report.factor))
-        if change > max(math.log(AGAIN), SURE[LONGEST][0] * _error(lags, LONGEST)) and lag > math.log(SLOW):
+        if change > max(math.log(AGAIN), SURE[LONGEST][0] * standard_error(lags, LONGEST)) and lag > math.log(SLOW):
             report.factor, report.rest = math.exp(lag), LONGEST
             return self._finding(worker, report, samples)
         return None
@@ -196,39 +197,6 @@ class Stragglers:
         return StragglerFinding(
             worker, report.factor, own_us, int(others_us), report.since_iteration, report.since_us, over
         )
-
-
-def _slow(lags: Sequence[float], size: int) -> float | None:
-    """Return the middle of the last `size`, if it is that of a straggler, else None."""
-    if len(lags) < size:
-        return None
-    recent = lags[-size:]
-    lag = _middle(recent)
-    errors, parts = SURE[size]
-    if lag <= math.log(SLOW) or min(_by_part(recent, parts)) <= math.log(SLOW) / 2:
-        return None
-    return lag if lag > errors * _error(lags, size) else None
-
-
-def _middle(lags: Sequence[float]) -> float:
-    """Return the mean of the middle half: nearly as exact as a mean, nearly as robust as a median."""
-    ranked, rest = sorted(lags), len(lags) // 4
-    return fmean(ranked[rest : len(ranked) - rest])
-
-
-def _by_part(lags: Sequence[float], parts: int) -> list[float]:
-    length = len(lags) // parts
-    return [median(lags[begin : begin + length]) for begin in range(0, length * parts, length)]
-
-
-def _error(lags: Sequence[float], size: int) -> float:
-    """Return the standard error of the middle of the last `size`. The noise is taken from all, by how much neighbours
-    differ, so that a change does not count as noise; and from the last, in case it has grown."""
-    neighbours = median(abs(previous - following) for previous, following in pairwise(lags)) / math.sqrt(2)
-    recent = lags[-size:]
-    middle = median(recent)
-    deviation = _TO_DEVIATION * max(neighbours, median(abs(lag - middle) for lag in recent))
-    return _TO_ERROR * deviation / math.sqrt(size)
 
 
 def _change(lags: Sequence[float], lag: float) -> int:

@@ -130,6 +130,7 @@ class Accumulation:
         self._free: list[GradientStore] = []
         self._ahead: list[GradientStore] = []
         self._stores_max = 1
+        self._has_had_room = False
         #: Whether a micro-batch has given a parameter more than one gradient, in this process. By parameter: the place
         #: of the last micro-batch that gave it any, counted from 1.
         self.has_several = False
@@ -254,6 +255,12 @@ class Accumulation:
             return True
         kept_bytes = torch.cuda.memory_reserved(flat.device) - torch.cuda.memory_allocated(flat.device)
         return bool(torch.cuda.mem_get_info(flat.device)[0] + kept_bytes > 4 * flat.nbytes)
+
+    def has_had_room(self) -> bool:
+        """Return whether there has been room at some iteration's end: an uneven deal takes more stores, and keeps
+        them."""
+        self._has_had_room = self._has_had_room or self.has_room
+        return self._has_had_room
 
     def go_ahead(self) -> None:
         """Keep gradients apart from now on: they are of a micro-batch whose lane's running sum is not here yet."""

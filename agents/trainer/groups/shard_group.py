@@ -223,7 +223,8 @@ class Rendezvous:
         environment_row = [number] if lanes else []
         if unused:
             unused[group.rank] = number
-        row = position.row(micro_batches, buckets, lanes=lanes)
+        own_position = position if self._replica.can_agree else replace(position, factor=0)
+        row = own_position.row(micro_batches, buckets, lanes=lanes)
         rows = group.all_gather([len(position.spans), *environment_row, *unused, *row])
         group.finish()
         group.learn_ends(ends)

@@ -22,7 +22,7 @@ from unicrond.agents.protocol.messages import FromWorker, GroupMembership
 from unicrond.agents.trainer.lifecycle.candidates import Candidate
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
 from unicrond.agents.trainer.lifecycle.optimizer_shards import SpanMove, StatePart
-from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, SaveSchedule
+from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, ReplicaWord, SaveSchedule
 from unicrond.agents.trainer.lifecycle.verdict import Position
 from unicrond.events import vocabulary as v
 
@@ -243,6 +243,15 @@ class AnyShard(Effect[bool]):
     """Return whether `holds` is true for any shard of this replica."""
 
     holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AgreeInReplica(Effect[ReplicaWord]):
+    """Return the word of the whole replica on an iteration that it has computed: whether any shard asks to `stop`, what
+    the slowest took for a micro-batch, and `number`, if all shards have the same."""
+
+    stop: bool
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

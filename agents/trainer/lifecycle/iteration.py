@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from unicrond.agents.trainer.lifecycle.effects import (
     Agree,
-    AnyShard,
+    AgreeInReplica,
     AskSaveSchedule,
     Compute,
     FaultPoint,
     Flow,
     LastStage,
+    Log,
     PendingGeneration,
     Reduce,
     SetPhase,
@@ -27,11 +28,12 @@ from unicrond.agents.trainer.lifecycle.results import (
     GroupBroken,
     MembershipSuperseded,
     ReplicaDiffers,
+    ReplicaWord,
     SaveSchedule,
 )
 
-#: In the agreement that ends an iteration: this replica's program has said stop (beside Due.word).
-_STOP_BIT = 4
+#: In the agreement that ends an iteration a replica's word stands beside the word of what is saved.
+_SCHEDULE_BITS = 2
 
 
 def iterate(member: MemberState) -> Flow[float]:
@@ -81,19 +83,23 @@ def _reduce(member: MemberState) -> Flow[None]:
 
 
 def _agree(member: MemberState) -> Flow[None]:
-    """Agree that all have complete sums; on the membership that comes next, on what is saved, and whether training
-    ends."""
+    """Agree that all have complete sums; on the membership that comes next, on what is saved, on how micro-batches are
+    dealt, and whether training ends."""
     member.enter("agreeing")
     ledger, membership = member.ledger, member.membership
     assert membership is not None
     pending = yield from PendingGeneration()
-    stop_requested = yield from AnyShard(bool(member.stop_reason))
+    word = yield from AgreeInReplica(bool(member.stop_reason), member.dealing.proposed_number)
     schedule = NO_SAVE
     if member.shares is not None:
         schedule = yield from AskSaveSchedule(ledger.iteration, membership, member.in_leader_replica)
-    rows = yield from Agree([ledger.iteration, pending, schedule.word() + _STOP_BIT * stop_requested])
+    rows = yield from Agree([ledger.iteration, pending, schedule.word() + (word.word() << _SCHEDULE_BITS)])
+    words = [ReplicaWord.of(row[2] >> _SCHEDULE_BITS) for row in rows]
     member.target = pending if {row[1] for row in rows} == {pending} else 0
     member.save_schedule = SaveSchedule.of(rows[0][2])
-    if any(row[2] & _STOP_BIT for row in rows):
+    if member.dealing.add(words) and member.is_leader:
+        counts = ", ".join(map(str, member.dealing.deal.counts))
+        yield from Log(f"from iteration {ledger.iteration + 1} on micro-batches are dealt by speed: {counts}")
+    if any(peer_word.stop for peer_word in words):
         member.stop_reason = member.stop_reason or "another replica's program asked for it"
         member.stop_agreed, member.target = True, 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
+from unicrond.agents.trainer.lifecycle.deal import Dealing
 from unicrond.agents.trainer.lifecycle.effects import (
     Clear,
     DropParts,
@@ -18,7 +19,8 @@ from unicrond.agents.trainer.lifecycle.effects import (
 )
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
-from unicrond.agents.trainer.lifecycle.micro_batch_assignment import initial_assignment
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import deal_counts, initial_assignment
+from unicrond.agents.trainer.lifecycle.programme import ORDINARY
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSchedule
 from unicrond.agents.trainer.lifecycle.shares import Shares
 from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict, Position
@@ -70,7 +72,8 @@ class MemberState:
     `has_stepped`: the loop has stepped it. `has_trained`: parameters are no longer those of the seed. `target`: the
     generation to follow at the next boundary. `has_whole_state`: this member has assembled the whole state after the
     last commit. `has_thrown_away`: it has thrown away what it had of this iteration (`verdict.py`). `saves`: after
-    which iterations the program saves the sharded state itself, and at the end; None: it never does.
+    which iterations the program saves the sharded state itself, and at the end; None: it never does. `dealing`: the
+    deals of the present group.
     """
 
     launch: Launch
@@ -102,8 +105,11 @@ class MemberState:
     boundary_s: float = 0.0
     loaded_iteration: int | None = None
     saves: Callable[[int], bool] | None = None
+    dealing: Dealing = field(init=False)
 
     def __post_init__(self) -> None:
+        spec = self.launch.spec
+        self.dealing = Dealing(spec.micro_batches, lanes_of(spec), spec.cut.pp - 1)
         self.shares = Shares(self.extents) if self.extents else None
         self.boundary_s = self.clock()
 
@@ -176,6 +182,7 @@ class MemberState:
             has_stepped=self.has_stepped,
             has_thrown_away=self.has_state and self.has_thrown_away,
             spans=stock.spans if self.has_state else (),
+            factor=self.dealing.factor(self.rank) if self.membership is not None else ORDINARY,
         )
 
     @property
@@ -189,19 +196,21 @@ class MemberState:
         return lanes_of(self.launch.spec)
 
     def assign(self, verdict: GroupVerdict | None, *, repeated: bool = False) -> None:
-        """Assign what the verdict gives this member, or a fair share of an iteration of which no member has anything.
-        `repeated`: what is new to it was another replica's."""
-        rank, size, ledger = self.rank, len(self.peers), self.ledger
+        """Assign what the verdict gives this member, or its share, by the deal, of an iteration of which no member has
+        anything. `repeated`: what is new to it was another replica's."""
+        rank, ledger, deal = self.rank, self.ledger, self.dealing.deal
         if isinstance(ledger, LaneLedger):
-            lane_assignment = initial_assignment(size, ledger.lanes) if verdict is None else verdict.lane_assignment
-            assert lane_assignment is not None
+            if verdict is None:
+                lane_assignment = initial_assignment(len(self.peers), ledger.lanes, deal.speeds, deal.counts)
+            else:
+                assert verdict.lane_assignment is not None
+                lane_assignment = verdict.lane_assignment
             ledger.assign_lanes(
                 lane_assignment, rank, verdict.repeated[rank] if verdict is not None and repeated else 0
             )
         else:
-            ledger.assign(
-                range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], repeated
-            )
+            additions = deal_counts(deal.counts) if verdict is None else verdict.additions
+            ledger.assign(additions[rank], repeated)
 
     def stop(self, reason: str) -> StopRequested | None:
         """Note that the program wants training to end; return the event about it, None where it has been sent."""

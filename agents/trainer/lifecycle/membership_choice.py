@@ -97,6 +97,8 @@ def _attempt(member: MemberState, membership: GroupMembership, position: Positio
         ]
         is_whole = covers((peer_position.spans for peer_position in able_positions), shares.total)
         is_whole_everywhere = not (yield from AnyShard(not is_whole))  # what one shard has lost counts as lost on all
-    group_verdict = verdict.judge(positions, member.micro_batches, whole=is_whole_everywhere, lanes=member.lanes)
+    group_verdict = verdict.judge(
+        positions, member.micro_batches, whole=is_whole_everywhere, lanes=member.lanes, fill=member.dealing.fill
+    )
     yield from FaultPoint("exchanged", position.iteration)
     return group_verdict

@@ -4,8 +4,8 @@ Rules (both modes)
 ------------------
 * Each micro-batch of an iteration is assigned exactly once. What a member has stays where it is, so that no finished
   work is computed twice; what no member has is assigned anew.
-* It is assigned evenly: each next micro-batch counts for the member that has the fewest, the first in rank order among
-  equals.
+* It is assigned by speed (`programme.py`) where members are not alike (`deal.py`), else evenly: each next micro-batch
+  counts for the member that has the fewest, the first in rank order among equals.
 
 Rules (without lanes: the sum of a step follows the assignment)
 ---------------------------------------------------------------
@@ -27,23 +27,28 @@ Rules (with lanes, the default: the sum of a step is fixed, `lanes.py`)
 * Each member gets as many micro-batches as make the members even: of these first those that continue its own running
   sums, then a stretch of what is left, in the members' order. At an iteration's start each member gets one stretch, and
   where there are as many members as lanes and the lanes are of one length, each gets a lane.
+* Where members are not alike, all stretches are moved by the part of a lane with which all are done soonest, waits for
+  running sums included: behind a slow member's part of a lane, much would else be left that has to wait for it.
 * When all is computed, each lane's sum is at one member. It adds up what blocks it can (`ends`); the others are
   exchanged and added in the tree's order (`reduction.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from itertools import groupby
 from operator import itemgetter
 from typing import TypeAlias
 
 from unicrond.agents.trainer.lifecycle.lanes import Block, Lanes, Sums, blocks
+from unicrond.agents.trainer.lifecycle.programme import ALIKE, Speeds, best_counts, receivers
 
 #: Micro-batches that are computed ahead.
 AHEAD = 2
+#: Places in a lane at which the members' stretches may begin.
+_STARTS = 16
 #: Micro-batches by rank.
 Batches: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -75,32 +80,24 @@ class Assignment:
 
 
 def assign(
-    assignments: Sequence[Sequence[int]], in_sums: Sequence[Sequence[int]], micro_batches: int, lanes: Lanes | None
-) -> tuple[Batches, Assignment | None]:
+    assignments: Sequence[Sequence[int]], in_sums: Sequence[Sequence[int]], micro_batches: int, lanes: Lanes | None,
+    speeds: Speeds = ALIKE,
+) -> tuple[Batches, Assignment | None]:  # fmt: skip
     """Return what each member is to compute on top of what it has, and with lanes the whole assignment.
 
     `assignments`, `in_sums`: by rank, what was assigned to each member and what stands in its sums. Raises ValueError.
     """
     if lanes is None:
-        return assign_evenly(assignments, micro_batches), None
-    assignment = assign_lanes(in_sums, lanes)
+        return assign_evenly(assignments, micro_batches, speeds.factors), None
+    assignment = assign_lanes(in_sums, lanes, speeds)
     return tuple(map(assignment.micro_batches, range(len(in_sums)))), assignment
 
 
-def _receivers(counts: Sequence[int]) -> Iterator[int]:
-    """Yield, without end, the member that gets the next micro-batch: the one with the fewest, the first of equals."""
-    heap = [(count, member) for member, count in enumerate(counts)]
-    heapify(heap)
-    while True:
-        count, member = heap[0]
-        yield member
-        heapreplace(heap, (count + 1, member))
-
-
-def assign_evenly(assignments: Sequence[Sequence[int]], micro_batches: int) -> Batches:
+def assign_evenly(assignments: Sequence[Sequence[int]], micro_batches: int, factors: Sequence[int] = ()) -> Batches:
     """Return the micro-batches newly assigned to each replica.
 
     `assignments[r]`: what replica `r` has, a subset of range(micro_batches), pairwise disjoint (ValueError if not).
+    `factors`: of their speeds; () where they are alike.
     """
     if not assignments:
         raise ValueError("assignments: no replica to assign to")
@@ -111,18 +108,35 @@ def assign_evenly(assignments: Sequence[Sequence[int]], micro_batches: int) -> B
         raise ValueError(f"assignments: {assignments} has a micro-batch outside 0..{micro_batches - 1}")
     additions: list[list[int]] = [[] for _ in assignments]
     unassigned = sorted(set(range(micro_batches)).difference(present))
-    for micro_batch, replica in zip(unassigned, _receivers([len(batch) for batch in assignments]), strict=False):
+    for micro_batch, replica in zip(
+        unassigned, receivers([len(batch) for batch in assignments], factors), strict=False
+    ):
         additions[replica].append(micro_batch)
     return tuple(tuple(batch) for batch in additions)
 
 
+def deal_counts(counts: Sequence[int]) -> Batches:
+    """Return so many micro-batches for each replica, in turns: where they are even, round-robin."""
+    batches: list[list[int]] = [[] for _ in counts]
+    micro_batch = 0
+    while micro_batch < sum(counts):
+        for batch, count in zip(batches, counts, strict=True):
+            if len(batch) < count:
+                batch.append(micro_batch)
+                micro_batch += 1
+    return tuple(map(tuple, batches))
+
+
 @lru_cache(maxsize=8)
-def initial_assignment(members: int, lanes: Lanes) -> Assignment:
-    """Return the assignment of an iteration of which no member has anything."""
-    return assign_lanes([()] * members, lanes)
+def initial_assignment(members: int, lanes: Lanes, speeds: Speeds = ALIKE, counts: tuple[int, ...] = ()) -> Assignment:
+    """Return the assignment of an iteration of which no member has anything. `counts`: of micro-batches for each
+    member; () for what their speeds say."""
+    return assign_lanes([()] * members, lanes, speeds, counts)
 
 
-def assign_lanes(in_sums: Sequence[Collection[int]], lanes: Lanes) -> Assignment:
+def assign_lanes(
+    in_sums: Sequence[Collection[int]], lanes: Lanes, speeds: Speeds = ALIKE, counts: Sequence[int] = ()
+) -> Assignment:
     """Return the assignment for members whose sums have `in_sums[member]`: of each lane the first micro-batches. Raises
     ValueError without a member."""
     if not in_sums:
@@ -131,13 +145,44 @@ def assign_lanes(in_sums: Sequence[Collection[int]], lanes: Lanes) -> Assignment
     valid: list[set[int]] = [set() for _ in in_sums]
     for lane, (member, length) in keeper.items():
         valid[member].update(lanes.of(lane)[:length])
-    counts = [len(batch) for batch in valid]
-    needs = [0] * len(in_sums)
-    for _, member in zip(range(lanes.micro_batches - sum(counts)), _receivers(counts), strict=False):
+    needs = counts or _needs(valid, lanes, speeds)
+    chains = [_chains(keeper, needs, lanes, start) for start in _starts(keeper, lanes, speeds)]
+    arrangements = [_arrange(by_lane, valid, lanes) for by_lane in chains if _are_sound(by_lane)]
+    return min(arrangements, key=lambda arrangement: time_needed(arrangement.runs, speeds))
+
+
+def _needs(valid: Sequence[Collection[int]], lanes: Lanes, speeds: Speeds) -> list[int]:
+    """Return how many micro-batches each member gets on top of what is valid."""
+    present = [len(batch) for batch in valid]
+    if speeds.factors and not any(present):
+        return list(best_counts(speeds.factors, lanes.micro_batches))
+    needs = [0] * len(valid)
+    missing = range(lanes.micro_batches - sum(present))
+    for _, member in zip(missing, receivers(present, speeds.factors), strict=False):
         needs[member] += 1
-    runs: list[list[tuple[tuple[int, bool, int], Run]]] = [[] for _ in in_sums]
-    final_lanes: list[set[int]] = [set() for _ in in_sums]
-    for lane, chain in _chains(keeper, needs, lanes).items():
+    return needs
+
+
+def _starts(keeper: Mapping[int, tuple[int, int]], lanes: Lanes, speeds: Speeds) -> list[int]:
+    """Return the micro-batches at which the first member's stretch may begin: 0; and, where nothing is computed yet and
+    members are not alike, others of the first lane."""
+    if speeds.are_alike or keeper:
+        return [0]
+    return sorted({start * len(lanes.of(0)) // _STARTS for start in range(_STARTS)})
+
+
+def _are_sound(chains: Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]) -> bool:
+    """Return whether no member has two parts of a lane: it would wait for itself."""
+    return all(len({member for member, _ in chain}) == len(chain) for chain in chains.values())
+
+
+def _arrange(
+    chains: Mapping[int, Sequence[tuple[int, tuple[int, ...]]]], valid: Sequence[Collection[int]], lanes: Lanes
+) -> Assignment:
+    """Return the assignment by which each lane is computed by its chain."""
+    runs: list[list[tuple[tuple[int, bool, int], Run]]] = [[] for _ in valid]
+    final_lanes: list[set[int]] = [set() for _ in valid]
+    for lane, chain in chains.items():
         final_lanes[chain[-1][0]].add(lane)
         for position, (member, batch) in enumerate(chain):
             source = chain[position - 1][0] if position else None
@@ -149,6 +194,29 @@ def assign_lanes(in_sums: Sequence[Collection[int]], lanes: Lanes) -> Assignment
         runs=tuple(tuple(run for _, run in sorted(batch, key=itemgetter(0))) for batch in runs),
         ends=tuple(blocks(batch, lanes.root) for batch in final_lanes),
     )
+
+
+def time_needed(runs: Sequence[Sequence[Run]], speeds: Speeds) -> int:
+    """Return when all members have computed their runs: in hundredths of an ordinary micro-batch's time, with their
+    waits for running sums, without what these take on the way."""
+    factors = speeds.factors or [1] * len(runs)
+    clocks = [0] * len(runs)
+    remaining = [list(reversed(batch)) for batch in runs]
+    arrivals: dict[tuple[int, int], int] = {}
+    while any(remaining):
+        for member, batch in enumerate(remaining):
+            while batch and (batch[-1].source is None or (batch[-1].lane, member) in arrivals):
+                run, factor = batch.pop(), factors[member]
+                length = len(run.micro_batches) + (speeds.fill if run.micro_batches else 0)
+                wait = 0 if run.source is None else arrivals[run.lane, member] - clocks[member]
+                if wait > 0:
+                    ahead = 0 if speeds.fill else min(AHEAD, length, -(-wait // factor))
+                    clocks[member] += max(wait, ahead * factor)
+                    length -= ahead
+                clocks[member] += length * factor
+                if run.target is not None:
+                    arrivals[run.lane, run.target] = clocks[member]
+    return max(clocks)
 
 
 def _keepers(in_sums: Sequence[Collection[int]], lanes: Lanes) -> dict[int, tuple[int, int]]:
@@ -169,27 +237,28 @@ def _keepers(in_sums: Sequence[Collection[int]], lanes: Lanes) -> dict[int, tupl
 
 
 def _chains(
-    keeper: Mapping[int, tuple[int, int]], needs: list[int], lanes: Lanes
+    keeper: Mapping[int, tuple[int, int]], counts: Sequence[int], lanes: Lanes, start: int = 0
 ) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-    """Return, for each lane, the members that compute it, and what; before them the one that keeps its running sum."""
+    """Return, for each lane, the members that compute it, and what; before them the one that keeps its running sum.
+    `counts`: of what each member computes; `start`: the micro-batch at which the first one's stretch begins."""
+    needs = list(counts)
     chains: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-    remaining: dict[int, tuple[int, ...]] = {}
+    remaining: list[int] = []
     for lane in range(lanes.count):
-        remaining[lane], chains[lane] = tuple(lanes.of(lane)), []
+        rest, chains[lane] = tuple(lanes.of(lane)), []
         if lane in keeper:
             member, length = keeper[lane]
-            stretch = remaining[lane][length:][: needs[member]]
+            stretch = rest[length:][: needs[member]]
             needs[member] -= len(stretch)
             chains[lane].append((member, stretch))
-            remaining[lane] = remaining[lane][length + len(stretch) :]
-    member = 0
-    for lane, rest in remaining.items():
-        while rest:
-            while not needs[member]:
-                member += 1
-            stretch, rest = rest[: needs[member]], rest[needs[member] :]
-            needs[member] -= len(stretch)
-            chains[lane].append((member, stretch))
+            rest = rest[length + len(stretch) :]
+        remaining += rest
+    owners = [member for member, need in enumerate(needs) for _ in range(need)]
+    shift = len(owners) - start
+    for (lane, member), batch in groupby(
+        zip(remaining, [*owners[shift:], *owners[:shift]], strict=True), lambda pair: (lanes.lane(pair[0]), pair[1])
+    ):
+        chains[lane].append((member, tuple(micro_batch for micro_batch, _ in batch)))
     return chains
 
 

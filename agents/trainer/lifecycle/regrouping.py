@@ -63,7 +63,7 @@ def regroup(member: MemberState, target: GroupMembership | None = None) -> Flow[
         except RendezvousTimedOut as stranded:
             yield from _give_up(member, stranded)
         target = None
-        duration_us = yield from _enter_group(member, membership)
+        duration_us = yield from _enter_group(member, membership, verdict)
         member.pending_work = pending_work = PendingWork(
             verdict, transfer_pending=bool(verdict.receivers) or member.shares is not None
         )
@@ -86,8 +86,9 @@ def regroup(member: MemberState, target: GroupMembership | None = None) -> Flow[
         return False
 
 
-def _enter_group(member: MemberState, membership: GroupMembership) -> Flow[int]:
+def _enter_group(member: MemberState, membership: GroupMembership, verdict: GroupVerdict) -> Flow[int]:
     member.membership = membership
+    member.dealing.begin(verdict.factors)
     member.has_whole_state = False  # what was assembled was for saving in the group before
     member.stop_reason = member.stop_reason or membership.stop
     replicas = len({peer.replica for peer in membership.members})

@@ -54,6 +54,31 @@ class SaveSchedule:
 
 NO_SAVE = SaveSchedule(False, False)
 
+#: In a replica's word: behind the lowest bit two of others (`detection/audits.py`), then a deal's number, then a time.
+_NUMBER_START, _NUMBER_BITS = 3, 20
+_PACE_START = _NUMBER_START + _NUMBER_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWord:
+    """What a replica says in the agreement that ends an iteration, the same in the groups of all its shards. `stop`:
+    its program asks for the end. `pace_us`: what its slowest shard took for a micro-batch, 0: unknown. `number`: of the
+    deal that it proposes (`deal.py`), 0: none."""
+
+    stop: bool
+    pace_us: int = 0
+    number: int = 0
+
+    def word(self) -> int:
+        """Return it as an integer. Older hooks read its lowest bit, and over the others."""
+        return int(self.stop) + (self.number << _NUMBER_START) + (self.pace_us << _PACE_START)
+
+    @staticmethod
+    def of(word: int) -> ReplicaWord:
+        """Return what such an integer says; the inverse of `word`."""
+        number = (word >> _NUMBER_START) & ((1 << _NUMBER_BITS) - 1)
+        return ReplicaWord(bool(word & 1), word >> _PACE_START, number)
+
 
 class GroupBroken(Exception):
     """A collective, or the forming of the group, failed: most likely a member is lost."""

@@ -77,9 +77,12 @@ from dataclasses import dataclass
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Assignment, Batches, assign
 from unicrond.agents.trainer.lifecycle.optimizer_shards import Span
+from unicrond.agents.trainer.lifecycle.programme import ALIKE, ORDINARY, Speeds
 
 _WORD_BITS = 62
 _FIXED = 4
+#: Below them in the row's first number: has_state, has_thrown_away.
+_FLAG_BITS = 2
 
 
 def span_row(spans: Sequence[Span], length: int) -> list[int]:
@@ -104,7 +107,9 @@ class Position:
     `assignment`: the micro-batches assigned to it. `in_sums`: with lanes, those in its sums, which may be others' as
     well. `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts.
     `has_stepped`: it has stepped the parts that it holds. `spans`: those parts; they travel in a row of their own.
-    `has_thrown_away`: what it had of the iteration; it travels with `has_state`, where hooks of before read over it.
+    `has_thrown_away`: what it had of the iteration; `factor`: by which it was dealt (`deal.py`), ORDINARY without
+    state, 0: its hook knows no deals. Both travel with `has_state`, where hooks of before read over them; that it knows
+    deals, in the highest bit of the first word of `assignment`, likewise.
     """
 
     has_state: bool
@@ -116,14 +121,17 @@ class Position:
     has_stepped: bool = False
     spans: tuple[Span, ...] = ()
     has_thrown_away: bool = False
+    factor: int = 0
 
     def row(self, micro_batches: int, buckets: int, *, lanes: bool = False) -> list[int]:
         """Return it as signed 64-bit integers: has_state, iteration, sums_complete, has_stepped, then `assignment`,
         with lanes `in_sums`, and `complete` as words of 62 bits."""
-        has_state = self.has_state + 2 * self.has_thrown_away
+        has_state = self.has_state + 2 * self.has_thrown_away + (self.factor << _FLAG_BITS if self.has_state else 0)
         fixed = [has_state, self.iteration, int(self.sums_complete), int(self.has_stepped)]
+        assignment_words = _words(self.assignment, micro_batches)
+        assignment_words[0] |= bool(self.factor) << _WORD_BITS
         sum_words = _words(self.in_sums, micro_batches) if lanes else []
-        return [*fixed, *_words(self.assignment, micro_batches), *sum_words, *_words(self.complete, buckets)]
+        return [*fixed, *assignment_words, *sum_words, *_words(self.complete, buckets)]
 
     @staticmethod
     def from_row(row: Sequence[int], micro_batches: int, *, lanes: bool = False) -> Position:
@@ -133,6 +141,7 @@ class Position:
         return Position(
             has_state=bool(row[0] & 1),
             has_thrown_away=bool(row[0] & 2),
+            factor=(row[0] >> _FLAG_BITS or ORDINARY) if row[_FIXED] >> _WORD_BITS else 0,
             iteration=row[1],
             sums_complete=bool(row[2]),
             has_stepped=bool(row[3]),
@@ -173,7 +182,7 @@ class GroupVerdict:
     state. `additions[m]`: micro-batches of `iteration` newly assigned to member m, on top of what it then has.
     `repeated[m]`: how many of these are another's whose result was lost. `lane_assignment`: with lanes, who has and
     does what. `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans
-    that each member holds (sharded optimizer state).
+    that each member holds (sharded optimizer state). `factors`: of all members' speeds, as they say (`Position`).
     """
 
     iteration: int
@@ -186,6 +195,7 @@ class GroupVerdict:
     final: frozenset[int] = frozenset()
     shares: tuple[tuple[Span, ...], ...] = ()
     lane_assignment: Assignment | None = None
+    factors: tuple[int, ...] = ()
 
     def valid_sums(self, member: int) -> frozenset[int]:
         """Return, with lanes, the micro-batches in those of the member's sums that count."""
@@ -210,16 +220,18 @@ def find_left_behind(positions: Sequence[Position], *, lanes: bool = False) -> f
 
 
 def judge(
-    positions: Sequence[Position], micro_batches: int, *, whole: bool = True, lanes: Lanes | None = None
+    positions: Sequence[Position], micro_batches: int, *, whole: bool = True, lanes: Lanes | None = None, fill: int = 0
 ) -> GroupVerdict:
     """Return the verdict on the members' positions, in rank order. `whole`: they hold all parts between them. `lanes`:
-    of a fixed sum. Raises PositionsContradict."""
+    of a fixed sum. `fill`: of a pipeline (`Speeds`). Raises PositionsContradict."""
+    factors = tuple(position.factor for position in positions)
+    speeds = Speeds(factors, fill) if all(factors) else ALIKE
     late = find_left_behind(positions, lanes=lanes is not None)
     able_members = [member for member, position in enumerate(positions) if position.has_state and member not in late]
     with_state = able_members if whole else []
     receivers = frozenset(range(len(positions))).difference(with_state)
     if not with_state:
-        additions, lane_assignment = assign([()] * len(positions), [()] * len(positions), micro_batches, lanes)
+        additions, lane_assignment = assign([()] * len(positions), [()] * len(positions), micro_batches, lanes, speeds)
         return GroupVerdict(
             iteration=0,
             step_first=frozenset(),
@@ -228,6 +240,7 @@ def judge(
             additions=additions,
             fresh=True,
             lane_assignment=lane_assignment,
+            factors=factors,
         )
     top = max(positions[member].iteration for member in with_state)
     members_behind = frozenset(member for member in with_state if positions[member].iteration < top)
@@ -248,7 +261,7 @@ def judge(
         position.in_sums if counts and goes_on else () for position, goes_on in zip(positions, going_on, strict=True)
     ]
     complete = [frozenset(positions[member].complete) for member in with_state]
-    additions, lane_assignment = assign(assignments, in_sums, micro_batches, lanes)
+    additions, lane_assignment = assign(assignments, in_sums, micro_batches, lanes, speeds)
     unassigned = set(range(micro_batches)).difference(*assignments)
     return GroupVerdict(
         iteration=iteration,
@@ -264,4 +277,5 @@ def judge(
         final=frozenset() if step_first or receivers or not counts else frozenset.intersection(*complete),
         shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
         lane_assignment=lane_assignment,
+        factors=factors,
     )

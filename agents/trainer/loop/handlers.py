@@ -27,7 +27,7 @@ from unicrond.agents.trainer.groups.shard_group import Rendezvous
 from unicrond.agents.trainer.lifecycle import MemberState
 from unicrond.agents.trainer.lifecycle import effects as e
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
-from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, QuitRequested, SaveSchedule
+from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, QuitRequested, ReplicaWord, SaveSchedule
 from unicrond.agents.trainer.lifecycle.verdict import Position
 from unicrond.agents.trainer.loop.comparison import ReplicaComparison
 from unicrond.agents.trainer.process.context import Context, show_as
@@ -129,15 +129,15 @@ class EffectHandlers:
         self.group.on_wait = None  # the members have met; slow collectives from now on are training
 
     def _begin_final_save(self, effect: e.BeginFinalSave) -> None:
-        self.detection.start_final_save(
-            effect.iteration, self.group, self.saving.longest_write_s if effect.is_writer else None
-        )
+        longest_s = self.saving.longest_write_s if effect.is_writer else None
+        self.detection.start_final_save(effect.iteration, self.group, longest_s)
 
     def _observe(self, effect: e.Observe) -> None:
         membership, group = effect.membership, self.group
         self.detection.commit(effect.iteration, effect.duration_us, group)
         self.saving.duration_words = self.detection.words()
-        self.detection.judge(effect.iteration, effect.total, membership, self.context.launch.shard, group.rank)
+        member, rank = self.member, group.rank
+        self.detection.judge(effect.iteration, effect.total, membership, member.launch.shard, rank, member.dealing.deal)
 
     def _flush(self, effect: e.Flush) -> None:
         self.context.channel.flush(effect.timeout_s)
@@ -201,6 +201,10 @@ class EffectHandlers:
 
     def _any_shard(self, effect: e.AnyShard) -> bool:
         return not self.context.replica.all_true(not effect.holds)
+
+    def _agree_in_replica(self, effect: e.AgreeInReplica) -> ReplicaWord:
+        pace_us = self.accumulation.has_had_room() and self.detection.compute_time.pace_us(self.member.dealing.fill)
+        return self.context.replica.agree(ReplicaWord(effect.stop, pace_us, effect.number))
 
     def _gather_rows(self, effect: e.GatherRows) -> list[list[int]]:
         return self._collect_rows(effect.row)
@@ -310,11 +314,9 @@ class EffectHandlers:
         self.rendezvous.together(lambda: transfer.send_state(group, tree))
 
     def _receive_state(self, effect: e.ReceiveState) -> LoadedState | None:
-        group = self.group
-        message, size_bytes = self.rendezvous.together(
-            lambda: transfer.receive_state(group, effect.source, effect.keep)
-        )
-        if not effect.keep:
+        group, source, keep = self.group, effect.source, effect.keep
+        message, size_bytes = self.rendezvous.together(lambda: transfer.receive_state(group, source, keep))
+        if not keep:
             return None
         pending_work = self.member.pending_work
         if pending_work is not None and not pending_work.verdict.fresh:
@@ -334,13 +336,9 @@ class EffectHandlers:
         duration_s = effect.duration_us / 1e6
         with self.detection.saving():
             self.saving.boundary(
-                effect.iteration,
-                duration_s,
-                effect.loss,
-                effect.membership,
-                leads=effect.in_leader_replica,
-                schedule=effect.schedule,
-            )
+                effect.iteration, duration_s, effect.loss, effect.membership,
+                leads=effect.in_leader_replica, schedule=effect.schedule,
+            )  # fmt: skip
         self.saving.assembled = None
         if self.sharing is not None and not self.member.program_saves(effect.iteration):
             self.sharing.optimizer.assembled = None
@@ -424,6 +422,7 @@ HANDLERS: dict[type[e.Effect[Any]], Callable[[EffectHandlers, Any], object]] = {
     e.AwaitQuit: EffectHandlers._await_quit,
     e.AwaitUrgent: EffectHandlers._await_urgent,
     e.AnyShard: EffectHandlers._any_shard,
+    e.AgreeInReplica: EffectHandlers._agree_in_replica,
     e.GatherRows: EffectHandlers._gather_rows,
     e.PendingGeneration: EffectHandlers._pending_generation,
     e.GetMembership: EffectHandlers._get_membership,

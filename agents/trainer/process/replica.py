@@ -25,11 +25,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.trainer.lifecycle.results import ReplicaWord
 from unicrond.events.host.network_addresses import interface_of
 from unicrond.events.megatron import command_line as megatron_lm
 
 _MEET_TIMEOUT = timedelta(minutes=5)
-_CAN_AUDIT = "can_audit/"
+#: What each shard's hook can, in the store.
+_CAN_AUDIT, _CAN_AGREE = "can_audit/", "can_agree/"
 
 
 WORLD_TEXT = (
@@ -65,10 +67,13 @@ class ReplicaWorld:
         else:
             server = dist.TCPStore(launch.store.host, launch.store.port, None, False, _MEET_TIMEOUT)
             store = dist.PrefixStore(f"replica/{launch.task}/{launch.replica}", server)
-        store.set(f"{_CAN_AUDIT}{self.shard}", "")
+        for ability in (_CAN_AUDIT, _CAN_AGREE):
+            store.set(f"{ability}{self.shard}", "")
         dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
         #: All shards' hooks know audits (`detection/audits.py`), which are all shards' or none's.
         self.can_audit = bool(store.check([f"{_CAN_AUDIT}{shard}" for shard in range(self.size)]))
+        #: All shards' hooks know how to agree on a word (`agree`).
+        self.can_agree = bool(store.check([f"{_CAN_AGREE}{shard}" for shard in range(self.size)]))
         self._world = dist.group.WORLD
         if spec.entry != megatron_lm.ENTRY:  # which sets it up from its own flags
             cut = spec.cut
@@ -93,6 +98,15 @@ class ReplicaWorld:
     def all_true(self, value: bool) -> bool:
         """Return whether `value` holds for every shard."""
         return bool(self._vote([int(value)], dist.ReduceOp.MIN)[0])
+
+    def agree(self, word: ReplicaWord) -> ReplicaWord:
+        """Return the replica's word, of what each shard says."""
+        if not self.can_agree:
+            return ReplicaWord(not self.all_true(not word.stop))
+        stop, slowest_us, least_us, highest, lowest = self.highest(
+            word.stop, word.pace_us, -word.pace_us, word.number, -word.number
+        )
+        return ReplicaWord(bool(stop), slowest_us if least_us else 0, highest if highest == -lowest else 0)
 
     def from_last_stage(self, *values: float) -> list[float]:
         """Return the values of the replica's last rank, which is in the last pipeline stage, where the loss is; their

@@ -26,6 +26,7 @@ from unicrond.replay.simulation.checks.one_way import OneWayRecord
 from unicrond.replay.simulation.checks.outages import OutageRecord
 from unicrond.replay.simulation.checks.people_record import PeopleRecord
 from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
+from unicrond.replay.simulation.checks.speeds import SpeedRecord
 from unicrond.replay.simulation.faults.boundary_events import is_forged
 from unicrond.replay.simulation.models.weights import Blocks, WeightsState
 
@@ -57,6 +58,7 @@ class InvariantChecker:
         self.people = PeopleRecord()
         self.outages = OutageRecord()
         self.ways = OneWayRecord()
+        self.speeds = SpeedRecord()
         #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         #: What was decided last on one state.
@@ -274,6 +276,13 @@ class InvariantChecker:
         if story := rules.micro_batches_used_once(params, self.reference.expected(replica.spec, iteration)):
             self.record_breach("micro_batches_used_once", where + story)
         self.committed[replica.task] = max(iteration, self.committed.get(replica.task, 0))
+
+    def check_deal(
+        self, replica: CheckedReplica, counts: Sequence[int], paces_s: tuple[float, ...], now_s: float
+    ) -> None:
+        """Check how an iteration was dealt that this replica's group has committed."""
+        story = self.speeds.slow_is_dealt_less((replica.task, replica.generation), counts, paces_s, now_s)
+        self.record_breach("slow_is_dealt_less", story)
 
     def summed(self, replica: CheckedReplica, total: Total, *, is_right: bool) -> None:
         """Check the sums of an iteration with which a replica is to step."""

@@ -38,6 +38,7 @@ from unicrond.events.wire.schemas import schema_of
 from unicrond.replay.simulation.checks.judgement import JUDGEMENT_RULES
 from unicrond.replay.simulation.checks.one_way import ONE_WAY_RULES
 from unicrond.replay.simulation.checks.outages import OUTAGE_RULES
+from unicrond.replay.simulation.checks.speeds import SPEED_RULES
 from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle_totals
 from unicrond.views.goodput_report import open_report, reading, report
 
@@ -91,6 +92,7 @@ RULES: dict[str, str] = {
     "nodes_are_seen": "At rest every node that runs is up and takes work.",
     **JUDGEMENT_RULES,
     **OUTAGE_RULES,
+    **SPEED_RULES,
     **ONE_WAY_RULES,
 }
 

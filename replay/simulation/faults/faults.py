@@ -133,6 +133,8 @@ LARGE = 0.1
 ONE_WAY_KINDS: Table = {"cut_log": (3, 15.0, ("hears", "is_heard"), 2), "cut_peers": (2, 12.0, ("one_way",), 2)}
 #: The share of seeds with such links, and of these the share in which nothing else goes wrong.
 ONE_WAY, ONE_WAY_ALONE = 0.15, 0.5
+#: The share of seeds in which nothing goes wrong, but a node is slow all the time.
+SLOW = 0.05
 #: Of FAULT_KINDS, those in which nothing of the cluster fails.
 CALM_KINDS = ("cordon", "maintain", "end_agent", "cancel")
 #: The share of seeds whose people bring garbage, and of these the share in which nothing else goes wrong.
@@ -142,6 +144,11 @@ GARBAGE, ALONE = 0.25, 0.6
 def history_of(rng_of: Callable[[str], random.Random], nodes: list[str]) -> list[SimulatedFault]:
     """Draw the whole history of a seed: its faults, and in some seeds outages, links that carry one way only, or what
     people and programs bring."""
+    speeds = rng_of("speeds")
+    if speeds.random() < SLOW:
+        lasts_s, how = FAULTY_UNTIL_S - FAULTY_FROM_S, speeds.choice(("2", "4"))
+        victims = (speeds.choice(nodes),)
+        return [SimulatedFault(kind="slow_node", at_s=FAULTY_FROM_S, for_s=lasts_s, nodes=victims, how=how)]
     faults, ways = _history_of(rng_of, nodes), rng_of("links")
     if ways.random() >= ONE_WAY:
         return faults

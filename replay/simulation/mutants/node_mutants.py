@@ -11,7 +11,15 @@ from unicrond.agents.core import commands as orders
 from unicrond.agents.core import commit_sums, exits, memberships, starting
 from unicrond.agents.core import machine as core
 from unicrond.agents.core.state import Remembered
-from unicrond.agents.trainer.lifecycle import iteration, ledger, micro_batch_assignment, regrouping, shares, verdict
+from unicrond.agents.trainer.lifecycle import (
+    deal,
+    iteration,
+    ledger,
+    micro_batch_assignment,
+    regrouping,
+    shares,
+    verdict,
+)
 from unicrond.agents.trainer.lifecycle import membership_choice as meeting
 from unicrond.agents.trainer.lifecycle import optimizer_state as dividing
 from unicrond.agents.trainer.lifecycle.effects import GatherRows, PendingGeneration
@@ -153,9 +161,13 @@ def _keep_any_bucket() -> None:
 def _deal_what_is_held() -> None:
     def make(assign: Any) -> Any:
         """Wrap `assign`."""
-        return lambda assignments, micro_batches: assign([()] * len(assignments), micro_batches)
+        return lambda assignments, *rest: assign([()] * len(assignments), *rest)
 
     patch(micro_batch_assignment, "assign_evenly", make)
+
+
+def _deal_to_the_slow() -> None:
+    patch(deal.Dealing, "_judge", lambda _: lambda self: None)
 
 
 def _lanes_out_of_order() -> None:
@@ -308,6 +320,7 @@ NODE_MUTANTS: dict[str, Mutant] = {
     "a_border_twice": Mutant("the micro-batch at a border is in a lane twice, another not", _a_border_twice),
     "final_buckets_of_its_own": Mutant("a member keeps sums that others make again", _final_buckets_of_its_own),
     "account_for_what_is_given": Mutant("giver and taker account for a running sum", _account_for_what_is_given),
+    "deal_to_the_slow": Mutant("a slow replica is dealt as much as the others", _deal_to_the_slow),
     "drop_a_shard": Mutant("a state of another layout is put together without its last shard", _drop_a_shard),
     "keep_one_copy": Mutant("a part of sharded state has one holder", _keep_one_copy),
     "drop_parts_early": Mutant("old parts are dropped before all members have their new ones", _drop_parts_early),

@@ -24,6 +24,7 @@ from unicrond.agents.trainer.lifecycle.results import (
     MembershipSuperseded,
     QuitRequested,
     RendezvousTimedOut,
+    ReplicaWord,
 )
 from unicrond.events.vocabulary import TaskCompleted, WorkerJoinedGroup
 from unicrond.replay.simulation.models.weights import EXTENTS
@@ -56,6 +57,8 @@ class SimulatedDriver:
         #: By lane, running sums that other members will send.
         self._incoming: dict[int, Result] = {}
         self._gradient = 0
+        #: Of the present iteration: virtual seconds that micro-batches took here, and how many they were.
+        self._compute_s, self._computed = 0.0, 0
         self._handlers: dict[type[e.Effect[Any]], Callable[[Any], Awaitable[Any]]] = {
             effect: partial(method, owner)
             for owner, methods in (
@@ -106,6 +109,7 @@ class SimulatedDriver:
         """Compute a micro-batch; inside the last backward pass the reduction of the buckets begins, one after the
         other."""
         replica, took_s = self.replica, self.training.micro_batch_s
+        began_s = self.training.loop.time()
         replica.progress.working(ledger.finished)
         replica.on_moment("micro_batch")
         await replica.work_slowly()
@@ -118,6 +122,8 @@ class SimulatedDriver:
         else:
             await replica.work(took_s)
             self._buckets.add(micro_batch, run.lane)
+        self._compute_s += self.training.loop.time() - began_s
+        self._computed += 1
         replica.raise_injected()
         replica.run_program(ledger.iteration, micro_batch)
         ledger.add(1.0, replica.spec.micro_batch)
@@ -213,6 +219,10 @@ class SimulatedDriver:
         states, checker = self._states, self.training.checker
         checker.step_committed(self.replica, effect.iteration, states.lineage, effect.total, states.weights.params)
         self.replica.progress.committed(effect.iteration)
+        if self.member.is_leader and not self.member.dealing.fill:
+            paces_s = self.training.paces_s(self.replica.task, effect.membership)
+            counts = effect.total.micro_batches_by_rank
+            checker.check_deal(self.replica, counts, paces_s, self.training.loop.time())
 
     async def _flush(self, effect: e.Flush) -> None:
         await self.replica.work(0.005)
@@ -229,9 +239,14 @@ class SimulatedDriver:
         self.replica.progress.regrouped(generation, share=effect.share, joins=bool(effect.membership.joiners))
         return 1000
 
+    async def _agree_in_replica(self, effect: e.AgreeInReplica) -> ReplicaWord:
+        pace_us = int(self._compute_s * 1e6) // self._computed if self._computed else 0
+        return ReplicaWord(effect.stop, pace_us, effect.number)
+
     # --- gradients -------------------------------------------------------------------------------
 
     async def _clear(self, effect: e.Clear) -> None:
+        self._compute_s, self._computed = 0.0, 0
         replica = self.replica
         breakers = self.training.link_breakers
         if shard_numbers := [number for number, shard in enumerate(replica.shards) if shard.host.name in breakers]:
@@ -283,6 +298,7 @@ OWN_HANDLERS: Handlers = {
     e.Flush: SimulatedDriver._flush,
     e.ReportHoldings: SimulatedDriver._report_holdings,
     e.GroupReady: SimulatedDriver._group_ready,
+    e.AgreeInReplica: SimulatedDriver._agree_in_replica,
     e.Clear: SimulatedDriver._clear,
     e.KeepSums: SimulatedDriver._keep_sums,
     e.LastStage: SimulatedDriver._last_stage,

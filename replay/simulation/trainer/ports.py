@@ -118,6 +118,13 @@ class TrainingChecker(Protocol):
         """Check the membership of the group that a replica has joined."""
         ...
 
+    def check_deal(
+        self, replica: ReplicaThread, counts: Sequence[int], paces_s: tuple[float, ...], now_s: float
+    ) -> None:
+        """Check how an iteration was dealt that this replica's group has committed. `paces_s`: by replica, how long it
+        takes for a micro-batch."""
+        ...
+
     def summed(self, replica: ReplicaThread, total: Total, *, is_right: bool) -> None:
         """Check the sums of an iteration with which a replica is to step."""
         ...

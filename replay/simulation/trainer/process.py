@@ -88,6 +88,7 @@ class ProcessReplica(Protocol):
     """A replica, as its processes meet it, and faults that strike it by one of them."""
 
     progress: ReplicaProgress
+    slow_s: float
     die_at: Moment | Literal[""]
 
     @property
@@ -157,6 +158,11 @@ class Process:
     def has_built(self) -> bool:
         """Check that it has been ready to train."""
         return self._ready
+
+    @property
+    def slow_s(self) -> float:
+        """Return by how much a fault slows every micro-batch of its replica."""
+        return 0.0 if self.replica is None else self.replica.slow_s
 
     # --- the main thread's side ------------------------------------------------------------------
 

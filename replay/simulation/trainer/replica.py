@@ -36,7 +36,8 @@ class SimulatedReplica:
         self._waker: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._failure: ErrorKind | None = None
-        self._slow_s = 0.0
+        #: By how much a fault slows every micro-batch.
+        self.slow_s = 0.0
         self._program_iteration = self._iterations_done = 0
         #: The moment at which a shard dies next: see `on_moment`.
         self.die_at: Moment | Literal[""] = ""
@@ -102,7 +103,7 @@ class SimulatedReplica:
             case "hang":
                 shard.stuck = shard.for_ever = True
             case "slow":
-                self._slow_s = fault.seconds
+                self.slow_s = fault.seconds
             case kind if kind in _ORDERED_ERRORS:
                 self.raise_in(_ORDERED_ERRORS[kind])
 
@@ -202,8 +203,8 @@ class SimulatedReplica:
 
     async def work_slowly(self) -> None:
         """Wait for as long as a fault slows every micro-batch."""
-        if self._slow_s:
-            await self.work(self._slow_s)
+        if self.slow_s:
+            await self.work(self.slow_s)
 
     def run_program(self, iteration: int, micro_batch: int) -> None:
         """Let a program that is garbage fail where it does; raises the error that it raises."""

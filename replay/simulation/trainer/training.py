@@ -87,6 +87,15 @@ class Training:
         """Return how many times longer a replica on these nodes computes."""
         return max([1.0, *(self.slowness[node] for node in nodes if node in self.slowness)])
 
+    def paces_s(self, task: str, membership: GroupMembership) -> tuple[float, ...]:
+        """Return how long each replica of a group takes for a micro-batch now."""
+        by_number = {member.replica: self._shards.get((task, member.replica), {}) for member in membership.members}
+        return tuple(
+            (self.micro_batch_s + max((shard.slow_s for shard in shards.values()), default=0.0))
+            * self.slowdown(shard.host.name for shard in shards.values())
+            for shards in by_number.values()
+        )
+
     def group(self, task: str, membership: GroupMembership) -> SimulatedGroup:
         """Return the group of a membership."""
         key = (task, membership.generation)

@@ -1,5 +1,5 @@
 """What the trainers' statistics point to: hangs, damaged parameters, programs that diverge, and slow members.
-People see these stragglers; no decision depends on them."""
+People see these stragglers; no decision depends on them: their own groups deal them less."""
 
 from __future__ import annotations
 
@@ -170,6 +170,7 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
         others_us=event.others_us,
         since_iteration=before.since_iteration if before else event.since_iteration,
         since_us=before.since_us if before else event.since_us,
+        deal=event.deal,
     )
     return with_task(state, _with_stragglers(task, task.group.stragglers | {straggler.worker: straggler}))
 

@@ -23,7 +23,7 @@ import msgspec
 
 from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.workers import Membership
-from unicrond.events.vocabulary import DivergenceSign, HangSuspected, MemoryService, ReshapeRequested
+from unicrond.events.vocabulary import DivergenceSign, HangSuspected, MemoryService, ReplicaDeal, ReshapeRequested
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.placements import PartialMembership
 
@@ -63,6 +63,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     others_us: int
     since_iteration: int
     since_us: int
+    deal: ReplicaDeal | None = None
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

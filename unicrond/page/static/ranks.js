@@ -60,7 +60,7 @@ export class Ranks {
   cell(row, mark, counts) {
     const kind = row.still || row.status === "lost" || row.status === "stopping" ? "bad" : row.factor || row.busy || !row.in_group ? "warn" : "";
     const at = row.still ?? (mark && { ...mark, collective: mark.collectives_entered });
-    const doing = row.busy ? `busy: ${row.busy}` : row.factor ? `${row.factor.toFixed(2)} times as slow` : row.in_group ? (mark ? "" : "trains") : row.status;
+    const doing = row.busy ? `busy: ${row.busy}` : row.factor ? `${row.factor.toFixed(2)} times as slow${row.deal ? `: ${row.deal}` : ""}` : row.in_group ? (mark ? "" : "trains") : row.status;
     counts[kind ? "other" : mark?.is_waiting ? "wait" : "train"]++;
     const name = h("b", {}, `rank ${row.rank}`), about = { class: `rank ${kind}`, onclick: () => this.tell(row), title: `${row.worker} on ${row.node}` };
     if (this.rows.length > COMPACT) return h("button", about, name, h("small", {}, at ? `${at.phase} ${at.micro_batch}, ${at.is_waiting ? "in " : ""}c${at.collective}` : doing), at && h("small", {}, span(at.still_us)));
