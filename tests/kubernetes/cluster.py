@@ -101,6 +101,11 @@ class Cluster(Live):
         """Return the name of the agent's pod on a machine."""
         return next(name for name, pod in self.pods().items() if pod["spec"].get("nodeName") == node)
 
+    def machine_without_head(self) -> str:
+        """Return a machine on which no head runs."""
+        heads = {pod["spec"].get("nodeName") for pod in self.pods("unicron-head").values()}
+        return next(node for node in reversed(NODES) if node not in heads)
+
     def inside(self, pod: str, *words: str) -> str:
         """Return what a command in a pod says."""
         return self.kubectl("exec", pod, "--", *words)

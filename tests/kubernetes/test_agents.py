@@ -125,16 +125,16 @@ async def test_killed_first_process_is_followed_in_place(cluster: Cluster, recor
 
 async def test_lost_machine_is_healed(cluster: Cluster, record: Record) -> None:
     await cluster.train()
-    watch = await cluster.watch()
+    node, watch = cluster.machine_without_head(), await cluster.watch()
     watch.act()
-    cluster.machine.link("n2", "down")
+    cluster.machine.link(node, "down")
     try:
-        await cluster.until("the loss", lambda state: not up_on("n2")(state))
+        await cluster.until("the loss", lambda state: not up_on(node)(state))
         rest_s = await watch.whole(workers=2)
         await asyncio.sleep(20 - rest_s if rest_s < 20 else 0)
     finally:
-        cluster.machine.link("n2", "up")
-    back_s = await watch.whole(also=up_on("n2"))
+        cluster.machine.link(node, "up")
+    back_s = await watch.whole(also=up_on(node))
     state = await cluster.training(None)
     assert not any(node.isolation.active for node in state.nodes.values())
     record(

@@ -111,9 +111,7 @@ async def test_silent_kubelet_cordons_its_machine(cluster: Cluster, record: Reco
 async def test_isolation_is_seen_at_machine(cluster: Cluster, record: Record) -> None:
     """The machine flaps: its link goes down until its node is isolated."""
     await cluster.train()
-    machine, watch = cluster.machine, await cluster.watch()
-    head = cluster.pods("unicron-head")["unicron-head-0"]["spec"]["nodeName"]
-    node = next(name for name in reversed(NODES) if name != head)
+    machine, node, watch = cluster.machine, cluster.machine_without_head(), await cluster.watch()
     for _ in range(6):
         machine.link(node, "down")
         try:
