@@ -84,15 +84,16 @@ def renamed_key(other: str) -> Path:
 
 async def other_name(other: str) -> str:
     """Return that the key was taken for another node's. Raises TryRefused."""
-    stolen = renamed_key(other)
-    client = Client()
+    violations: list[str] = []
+
+    async def note(error: Exception) -> None:
+        """Keep the server's refusals."""
+        violations.append(str(error))
+
+    client, login = Client(), Login(key=renamed_key(other), tls_ca=CA)
     try:
-        await client.connect(NATS, allow_reconnect=False, connect_timeout=3, **Login(key=stolen, tls_ca=CA).options())
-        await client.publish(f"unicron.v1.beat.{other}", b"")
-        await client.flush(3)
-        if client.last_error is not None:
-            raise TryRefused(str(client.last_error))
-        return "let in"
+        await client.connect(NATS, error_cb=note, allow_reconnect=False, connect_timeout=3, **login.options())
+        return f"let in, {await ask(client, violations, f'unicron.v1.beat.{other}')}"
     except Exception as error:
         raise TryRefused(str(error) or type(error).__name__) from None
     finally:
