@@ -65,7 +65,8 @@ async def test_pods_obey_in_their_first_moments(cluster: Cluster, record: Record
     await asyncio.to_thread(cluster.until_rolled, AGENTS["daemonset"])
     state = await cluster.until("all agents", up_on(*NODES, boots=boots))
     joined, left = len(watch.lines("NodeJoined")), len(watch.lines("NodeLeft"))
-    assert not watch.lines("NodeLost") and joined == left, watch.said("NodeJoined", "NodeLeft", "NodeLost")
+    # Of those that had not joined some say all the same that they leave.
+    assert not watch.lines("NodeLost") and joined <= left, watch.said("NodeJoined", "NodeLeft", "NodeLost")
     assert {name for name, node in state.nodes.items() if node.status is NodeStatus.UP} == {*NODES}
     await cluster.training(None)
     head_seconds = await _deletions(cluster, "unicron-head", "", HEADS_COUNT)
