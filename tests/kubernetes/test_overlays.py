@@ -41,6 +41,24 @@ async def test_cordon_and_drain_of_machine_reach_cluster(cluster: Cluster, recor
 
 
 @pytest.mark.overlay("node-object")
+async def test_taint_of_machine_that_will_go_drains_its_node(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    machine, watch, taint = cluster.machine, await cluster.watch(), "aws-node-termination-handler/spot-itn"
+    watch.act()
+    try:
+        await asyncio.to_thread(machine.kubectl, "taint", "node", "n1", f"{taint}=soon:NoSchedule")
+        drained_s = await watch.whole(workers=2, also=lambda state: state.nodes["n1"].cordon.active)
+    finally:
+        await asyncio.to_thread(machine.kubectl, "taint", "node", "n1", f"{taint}-")
+    await cluster.until("no cordon", lambda state: not state.nodes["n1"].cordon.active)
+    await cluster.training(None)
+    record(
+        f"a spot notice (taint `{taint}`) at a machine, taken back",
+        f"drained after {drained_s:.1f} s, three workers again afterwards; {await watch.clean()}",
+    )
+
+
+@pytest.mark.overlay("node-object")
 async def test_drain_and_return_are_events_of_node(cluster: Cluster, record: Record) -> None:
     machine = cluster.machine
 
@@ -240,6 +258,22 @@ async def test_servers_that_stand_still_lose_nobody(cluster: Cluster, record: Re
     record(
         f"`external-nats`: all three servers stand still for {away_s} s",
         f"live again {live_s:.1f} s after they go on; no node lost, no container restarted; {await watch.clean()}",
+    )
+
+
+@pytest.mark.overlay("external-nats")
+async def test_lost_server_of_three_costs_nothing(cluster: Cluster, record: Record) -> None:
+    await cluster.train()
+    watch = await cluster.watch()
+    watch.act()
+    await cluster.do("delete", "pod", "nats-1", "--force", "--grace-period=0")
+    await asyncio.to_thread(cluster.until_rolled, "statefulset/nats")
+    state = await cluster.training(None)
+    assert not watch.lines("NodeLost", "WorkerExited"), watch.said()
+    assert not state.incidents
+    record(
+        "`external-nats`: one NATS server of three deleted by force, its store with it",
+        f"no node lost, training goes on; {await watch.clean()}",
     )
 
 
