@@ -60,17 +60,23 @@ async def test_taint_of_machine_that_will_go_drains_its_node(cluster: Cluster, r
 
 @pytest.mark.overlay("node-object")
 async def test_drain_and_return_are_events_of_node(cluster: Cluster, record: Record) -> None:
-    machine = cluster.machine
+    told = await asyncio.to_thread(events_of, cluster, "n1", {"UnicronInService"})
+    assert {"UnicronDraining", "UnicronCordoned"} & set(told)
+    record("then `kubectl describe node`", f"Events: {', '.join(told)}")
 
-    def reasons() -> set[str]:
-        items = json.loads(machine.kubectl("get", "events", "--all-namespaces", "-o", "json"))["items"]
-        return {item["reason"] for item in items if item["involvedObject"] == item["involvedObject"] | {"name": "n1"}}
 
-    expected = {"UnicronInService"}
-    await asyncio.to_thread(wait_until, lambda: expected <= reasons(), 30, "events")
-    ours = sorted(reason for reason in reasons() if reason.startswith("Unicron"))
-    assert {"UnicronDraining", "UnicronCordoned"} & set(ours)
-    record("then `kubectl describe node`", f"Events: {', '.join(ours)}")
+def events_of(cluster: Cluster, node: str, expected: set[str]) -> list[str]:
+    """Return the reasons of our events about a machine, once those that are expected are there."""
+    told: set[str] = set()
+
+    def are_there() -> bool:
+        items = json.loads(cluster.machine.kubectl("get", "events", "--all-namespaces", "-o", "json"))["items"]
+        about = [item for item in items if item["involvedObject"] == item["involvedObject"] | {"name": node}]
+        told.update(item["reason"] for item in about)
+        return expected <= told
+
+    wait_until(are_there, 30, f"events {expected}")
+    return sorted(reason for reason in told if reason.startswith("Unicron"))
 
 
 @pytest.mark.overlay("node-object")
@@ -151,12 +157,13 @@ async def test_isolation_is_seen_at_machine(cluster: Cluster, record: Record) ->
     cuts = len(watch.lines("NodeLost"))
     await cluster.until("the readmission", lambda state: not state.nodes[node].isolation.active)
     await asyncio.to_thread(wait_until, lambda: marks() == (False, False), 30, "end of taint and condition")
+    told = await asyncio.to_thread(events_of, cluster, node, {"UnicronIsolated", "UnicronReadmitted"})
     readmitted_s = time.time() - watch.lines("NodeReadmitted")[0].recorded_at_us / 1e6
     await cluster.training(None)
     record(
         f"a machine's link is down {cuts} times, for some seconds: its node is isolated, and readmitted",
         f"taint `unicron.dev/isolated` and condition `UnicronIsolated` {marked_s:.1f} s after the isolation, gone "
-        f"{readmitted_s:.1f} s after the readmission",
+        f"{readmitted_s:.1f} s after the readmission; Events: {', '.join(told)}",
     )
 
 
