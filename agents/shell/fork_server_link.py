@@ -84,6 +84,8 @@ class ForkLink:
         #: The process that is connected to, or was last.
         self.pid = 0
         self._child: subprocess.Popen[bytes] | None = None
+        #: The same, until it serves: it has no workers, and reads no message yet.
+        self._starting: subprocess.Popen[bytes] | None = None
         self._is_retiring = False
 
     @property
@@ -114,8 +116,10 @@ class ForkLink:
             self.send(Retire())
 
     def retire(self) -> None:
-        """Have the fork server kill its workers and end; `run` returns once it has."""
+        """Have the fork server kill its workers and end; `run` returns once it has. One that imports is killed."""
         self._is_retiring = True
+        if self._starting is not None:
+            self._starting.kill()
         self.send(Retire())
 
     async def run(self) -> None:
@@ -125,6 +129,8 @@ class ForkLink:
             try:
                 reader = await self._connect()
             except (OSError, ForkServerFailed) as error:
+                if self._is_retiring and isinstance(error, ForkServerFailed):
+                    return
                 self.trouble = f"no fork server: {' '.join(str(error).split())}"
                 logger.error("no fork server: %s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
@@ -169,6 +175,8 @@ class ForkLink:
         try:
             reader, writer = await asyncio.open_unix_connection(path)
         except (FileNotFoundError, ConnectionRefusedError):
+            if self._is_retiring:
+                raise ForkServerFailed("none is wanted any more") from None
             await self._start()
             reader, writer = await asyncio.open_unix_connection(path)
         self._forget_process()
@@ -186,11 +194,12 @@ class ForkLink:
         ready_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             try:
-                child = self._child = self._launch(write_fd)
+                child = self._child = self._starting = self._launch(write_fd)
             finally:
                 os.close(write_fd)
             is_ready = await _says_ready(ready_fd)
         finally:
+            self._starting = None
             os.close(ready_fd)
         if is_ready:
             logger.info("started a fork server (pid %d) in %.1f s", child.pid, time.monotonic() - begun_s)

@@ -91,8 +91,9 @@ def short_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-async def agents_that_were_ended(moments_s: Sequence[float]) -> list[float]:
-    """Start an agent for each moment and end it then; return how long each took to end. None may be a node then."""
+async def agents_that_were_ended(moments_s: Sequence[float], *more: str, runs: str = "") -> list[float]:
+    """Start an agent for each moment, with more flags, and end it then, but not before a process with `runs` in its
+    command line is there; return how long each took to end. None may be a node then."""
     ends_s: list[float] = []
     with short_directory() as directory:
         server = EmbeddedServer(directory / "nats")
@@ -111,9 +112,17 @@ async def agents_that_were_ended(moments_s: Sequence[float]) -> list[float]:
                     "--run-dir",
                     str(directory / f"r{number}"),
                 ]
-                flags += ["--accelerators", "fake", "--grace-s", "5", *(f"--fork-server={flag}" for flag in LIGHT)]
+                flags += [
+                    "--accelerators",
+                    "fake",
+                    "--grace-s",
+                    "5",
+                    *(f"--fork-server={flag}" for flag in LIGHT),
+                    *more,
+                ]
                 with Container(directory, "unicron-agent", "--supervise", *flags) as agent:
                     await asyncio.sleep(moment_s)
+                    assert await asyncio.to_thread(eventually, lambda: runs in command_lines())
                     ends_s.append(await asyncio.to_thread(agent.ends_s))
                     assert agent.outside.returncode == 143, f"at {moment_s:.3f} s:\n{agent.output.read_text()[-4000:]}"
             await asyncio.sleep(1.0)  # whoever is alive all the same joins meanwhile
@@ -122,6 +131,15 @@ async def agents_that_were_ended(moments_s: Sequence[float]) -> list[float]:
         finally:
             await server.kill()
     return ends_s
+
+
+def command_lines() -> str:
+    """Return the command lines of all processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().decode(errors="replace"))
+    return "\n".join(lines)
 
 
 async def nodes_of(log: NatsEventLog) -> set[str]:
@@ -162,6 +180,13 @@ def moments(count: int) -> list[float]:
 async def test_agent_obeys_sigterm_in_its_first_moments() -> None:
     ends_s = await agents_that_were_ended(moments(TRIES))
     assert max(ends_s) < END_S
+
+
+async def test_agent_does_not_wait_for_a_fork_server_that_imports() -> None:
+    """torch takes seconds to load, on a busy machine more than a pod is given."""
+    preload = "--preload=tests.agents.slow_preload"
+    (end_s,) = await agents_that_were_ended([0.0], f"--fork-server={preload}", runs=f"\0{preload}\0")
+    assert end_s < END_S / 4
 
 
 async def test_head_obeys_sigterm_in_its_first_moments() -> None:
