@@ -79,6 +79,11 @@ def slow_n2(nodes: Sequence[str]) -> int:
     return healthy_us(nodes) * (4 if "n2" in nodes else 1)
 
 
+def by_speed(nodes: Sequence[str]) -> int:
+    """The same where n2 is dealt as its speed is."""
+    return STEP_US * 4 // (4 * len(nodes) - 3 * ("n2" in nodes))
+
+
 @pytest.mark.parametrize("from_birth", [False, True])
 @pytest.mark.parametrize("joins", [1, 2])
 @pytest.mark.parametrize("apart_s", [0, 5, 120])
@@ -145,6 +150,21 @@ def test_slowdown_in_place_moves_no_worker() -> None:
     train_for(cluster, 1500, slow_n2)
     train_for(cluster, 1500, healthy_us)
     assert cluster.state.plan.epoch == epoch and len(nodes_of(cluster)) == 3
+
+
+def test_what_dealing_by_speed_brings_is_learnt() -> None:
+    """All waited for n2; then it is dealt less, and three nodes are worth what they do; and again when it recovers."""
+    cluster = small_cluster("n1", "n2", "n3")
+    train_for(cluster, 60, healthy_us)
+    train_for(cluster, 50, slow_n2)
+    train_for(cluster, CALM_US / SECOND_US + 120, by_speed)
+    task = cluster.state.tasks["t"]
+    assert len(nodes_of(cluster)) == 3
+    flops = iteration_flop(task.spec) * SECOND_US // by_speed(["n1", "n2", "n3"])
+    assert task.pace.measurements["3"] == pytest.approx(flops, rel=0.1)
+    train_for(cluster, CALM_US / SECOND_US + 120, healthy_us)
+    healthy = iteration_flop(task.spec) * SECOND_US // healthy_us(nodes_of(cluster))
+    assert cluster.state.tasks["t"].pace.measurements["3"] == pytest.approx(healthy, rel=0.1), "it has recovered"
 
 
 def test_returned_node_is_tried() -> None:
