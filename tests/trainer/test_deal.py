@@ -65,6 +65,12 @@ def test_slow_member_keeps_one_micro_batch() -> None:
     assert best_counts([ORDINARY, 4000, ORDINARY], 12) == (6, 1, 5)
 
 
+def test_interleaved_pipeline_is_not_dealt_less_than_it_computes() -> None:
+    """Fewer micro-batches than stages are filled up."""
+    assert best_counts([100, 400, 100], 24, least=4) == (10, 4, 10)
+    assert best_counts([100, 400, 100], 9, (3, 3, 3), least=4) == (3, 3, 3), "there are not so many"
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
 def test_counts_are_dealt_in_turns(counts: list[int]) -> None:
     dealt = deal_counts(counts)

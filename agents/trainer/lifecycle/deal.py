@@ -67,12 +67,14 @@ class Deal:
 
 @dataclass(slots=True)
 class Dealing:
-    """The deals of one group, as each of its members knows them. `fill`: see `Speeds`. `deal`: by which iterations are
-    computed from now on. `proposal`: what is to replace it. `is_open`: all members' hooks deal by speed."""
+    """The deals of one group, as each of its members knows them. `fill`: see `Speeds`; `least`: see `best_counts`.
+    `deal`: by which iterations are computed from now on. `proposal`: what is to replace it. `is_open`: all members'
+    hooks deal by speed."""
 
     micro_batches: int
     lanes: Lanes | None
     fill: int = 0
+    least: int = 1
     deal: Deal = Deal()
     proposal: Deal | None = None
     is_open: bool = False
@@ -88,7 +90,7 @@ class Dealing:
         """Begin in another group. `factors`: by rank, as its members say them; 0: of an older hook."""
         self.is_open, self.proposal, self._iterations = all(factors), None, 0
         speeds = Speeds(tuple(factors) if self.is_open else (ORDINARY,) * len(factors), self.fill)
-        self.deal = Deal(speeds, best_counts(speeds.factors, self.micro_batches))
+        self.deal = Deal(speeds, best_counts(speeds.factors, self.micro_batches, least=self.least))
         self._forget()
 
     def factor(self, rank: int) -> int:
@@ -139,7 +141,8 @@ class Dealing:
                 return None
             speeds = Speeds(factors_of(samples[-size:]), self.fill)
             ordinary_us = int(median(median_low(sample) for sample in samples[-size:]))
-            deal = Deal(speeds, best_counts(speeds.factors, self.micro_batches, present), ordinary_us)
+            counts = best_counts(speeds.factors, self.micro_batches, present, self.least)
+            deal = Deal(speeds, counts, ordinary_us)
             if deal.counts == present:
                 continue
             gains = [duration(present, sample) / duration(deal.counts, sample) - 1 for sample in samples]

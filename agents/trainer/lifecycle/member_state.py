@@ -108,8 +108,9 @@ class MemberState:
     dealing: Dealing = field(init=False)
 
     def __post_init__(self) -> None:
-        spec = self.launch.spec
-        self.dealing = Dealing(spec.micro_batches, lanes_of(spec), spec.cut.pp - 1)
+        spec, stages = self.launch.spec, self.launch.spec.cut.pp
+        least = stages if spec.cut.vpp > 1 else 1
+        self.dealing = Dealing(spec.micro_batches, lanes_of(spec), stages - 1, least)
         self.shares = Shares(self.extents) if self.extents else None
         self.boundary_s = self.clock()
 

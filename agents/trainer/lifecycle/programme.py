@@ -11,7 +11,8 @@ Rules
 * Of counts that take equally long those nearest to the present ones are taken: what a replica has stays, up to what the
   shortest time allows. What others take over goes to those that finish it first, of these to the nearest by rank: they
   share borders with the replica that is relieved, and all others keep theirs.
-* Each replica keeps one micro-batch where there are enough: it goes on being measured, and so is seen to recover.
+* Each replica keeps one micro-batch where there are enough: it goes on being measured, and so is seen to recover. In an
+  interleaved pipeline it keeps as many as there are stages: fewer take as long (`megatron/padding.py`).
 
 Pure.
 """
@@ -62,9 +63,12 @@ def duration(counts: Sequence[int], times: Sequence[float]) -> float:
     return max(count * time for count, time in zip(counts, times, strict=True))
 
 
-def best_counts(factors: Sequence[int], micro_batches: int, present: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return how many micro-batches each member computes. `present`: the counts of now, () for none."""
-    least = int(micro_batches >= len(factors))
+def best_counts(
+    factors: Sequence[int], micro_batches: int, present: Sequence[int] = (), least: int = 1
+) -> tuple[int, ...]:
+    """Return how many micro-batches each member computes. `present`: the counts of now, () for none. `least`: of each,
+    where there are enough."""
+    least = min(least, micro_batches // len(factors))
     counts = [least] * len(factors)
     for _, member in zip(range(micro_batches - sum(counts)), receivers(counts, factors), strict=False):
         counts[member] += 1
