@@ -543,6 +543,21 @@ def test_replicas_of_one_node_convict_no_other_node() -> None:
     assert suspect not in members(cluster) and not faults(cluster, "big") and not said(cluster, v.NodeIsolated)
 
 
+@pytest.mark.parametrize(("later_us", "checks"), [(2 * local_faults.TOGETHER_US, 1), (local_faults.WORD_US, 2)])
+def test_word_of_a_task_has_one_node_checked_a_day(later_us: int, checks: int) -> None:
+    """Its workers say what its program likes: hour by hour they would send one node after the other."""
+    cluster = trained(4, check_s=60.0)
+    first = node_of(cluster, 1)
+    convict(cluster, first)
+    assert [event.node for event in said(cluster, v.NodeReadmitted)] == [first]
+    cluster.now_us += later_us
+    cluster.run()
+    second = next(node for node in (node_of(cluster, number) for number in range(3)) if node != first)
+    convict(cluster, second)
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [first, second][:checks]
+    assert len(members(cluster)) == 3, "its replica is replaced all the same"
+
+
 def test_conviction_elsewhere_acquits_no_node_of_refuted_losses() -> None:
     cluster = cluster_of(4)
     cluster.submit("big", max_workers=3)

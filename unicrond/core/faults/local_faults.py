@@ -22,6 +22,8 @@ Rules
   there, and the slots of the others suffice for every task's minimum. One node at a time, while no other is isolated
   or about to be, and never with the last half of what the brakes allow in an hour: that is for nodes that are known to
   be broken. Else it takes a second one, as above.
+* So much is done at a task's word, and its workers say what its program says: for a day behind a conviction one on
+  another node takes a second one, too.
 * A task whose replicas were convicted on two nodes within an hour accuses neither, and leaves neither: a program that
   computes something else now and then does so anywhere.
 * A local fault is forgotten when the node's agent starts anew, when a person uncordons the node, when it is readmitted,
@@ -44,6 +46,8 @@ from unicrond.events.vocabulary import StepCommitted
 
 #: Refuted losses on one node within this time accuse the node.
 TOGETHER_US = 3600 * 1_000_000
+#: So long behind a conviction the task's word alone sends no other node to its check.
+WORD_US = 24 * TOGETHER_US
 
 
 def nodes_to_leave(task: Task) -> tuple[str, ...]:
@@ -127,7 +131,9 @@ def nodes_to_check(state: ClusterState) -> Iterator[tuple[str, str]]:
         for node, fault in _of_nodes(state, task):
             tenants = {name for name, worker in state.by_node.on(node) if state.tasks[name].workers[worker].alive}
             is_up = node in state.nodes and state.nodes[node].status is NodeStatus.UP
-            if is_up and node in task.troubles.convictions_us and tenants <= {task.name}:
+            convictions_us = task.troubles.convictions_us
+            has_sent = any(place != node and state.now_us - at_us <= WORD_US for place, at_us in convictions_us.items())
+            if is_up and node in convictions_us and not has_sent and tenants <= {task.name}:
                 yield node, f"{task.name}: {fault.text}"
 
 
@@ -146,13 +152,14 @@ def convicted(task: Task, suspect: Worker, text: str, now_us: int) -> Task:
     """Return the task after the replica of `suspect`, which stands on one node, was convicted of other bits. `text`:
     what it has done, in words."""
     troubles, node = task.troubles, suspect.node
-    recent = {place: at_us for place, at_us in troubles.convictions_us.items() if now_us - at_us <= TOGETHER_US}
+    convictions = {place: at_us for place, at_us in troubles.convictions_us.items() if now_us - at_us <= WORD_US}
+    recent = {place for place, at_us in convictions.items() if now_us - at_us <= TOGETHER_US}
     faults = troubles.local_faults
-    if {*recent} - {node}:  # the program's: it is held against no node
+    if recent - {node}:  # the program's: it is held against no node
         faults = {place: fault for place, fault in faults.items() if place not in recent and place != node}
     else:
         faults = faults | {node: _refuted_again(faults.get(node), text, now_us)}
-    return replace(task, troubles=replace(troubles, local_faults=faults, convictions_us=recent | {node: now_us}))
+    return replace(task, troubles=replace(troubles, local_faults=faults, convictions_us=convictions | {node: now_us}))
 
 
 def _refuted_again(old: LocalFault | None, text: str, now_us: int) -> LocalFault:

@@ -268,7 +268,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blows anywhere since the task last committed a new iteration. `ends`: per node, of how many broken links it was an
     end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
     given up for that; `unclear_breaks`: how often of these another was as likely at fault. `convictions_us`: per node,
-    when a replica there last was convicted of other bits, in the hour before the newest. `evictions_us`: when workers
+    when a replica there last was convicted of other bits, in the day before the newest. `evictions_us`: when workers
     were given up on suspicion, in the last hour (nodes/brakes.py). `divergence`: of its program, the first that was
     seen; after one of its replicas' environments that of its program. `proof`: that it heals; None: nobody has asked.
     """
