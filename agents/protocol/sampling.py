@@ -9,13 +9,16 @@ Rules
   `blake2b(f"{seed}:{epoch}")`. Without a data set (a stream) the position itself is the sample.
 * `sample_hash` and its sum modulo 2**61 stand in the log, so that anybody can recompute what was trained on.
 
+* Where the `ranks` workers of a replica have samples of their own each, micro-batch `m` of the replica is their
+  micro-batches `m * ranks` to `m * ranks + ranks - 1`, in the order of their ranks: together the same samples.
+
 No torch here: the tests of the log use this module too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from math import gcd
@@ -51,12 +54,14 @@ def _epoch_permutation(seed: int, epoch: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A task's stream of samples. `dataset_size` in samples; None: endless, the position is the sample."""
+    """A task's stream of samples. `dataset_size` in samples; None: endless, the position is the sample. `ranks`:
+    workers that share a replica's samples, each of which computes `micro_batch` of them; 1: none do."""
 
     seed: int
     global_batch: int
     micro_batch: int
     dataset_size: int | None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.dataset_size is not None and self.dataset_size < 1:
@@ -72,6 +77,11 @@ class Sampling:
         """Return the sample indices of one micro-batch, in order."""
         first = (iteration - 1) * self.global_batch + micro_batch * self.micro_batch
         return tuple(self._sample_at(position) for position in range(first, first + self.micro_batch))
+
+    @property
+    def of_replica(self) -> Sampling:
+        """Return the same stream, by the micro-batches that whole replicas are assigned."""
+        return replace(self, micro_batch=self.micro_batch * self.ranks, ranks=1)
 
     def _sample_at(self, position: int) -> int:
         if self.dataset_size is None:

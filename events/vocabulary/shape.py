@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     @property
     def factors(self) -> dict[str, int]:
         """Return what a replica's workers are the product of, by name."""
-        more = {"cp": self.cp, "data-parallel ranks for its experts": self.data}
+        more = {"cp": self.cp, "data-parallel ranks inside it": self.data}
         return {"tp": self.tp, "pp": self.pp, **{name: size for name, size in more.items() if size > 1}}
 
     @property

@@ -136,16 +136,23 @@ class Run:
     """One chain, carried out."""
 
     def __init__(
-        self, server: ForkServer, directory: Path, spec: TaskSpec, cells: Sequence[Cell], size: int = 0
+        self,
+        server: ForkServer,
+        directory: Path,
+        spec: TaskSpec,
+        cells: Sequence[Cell],
+        size: int = 0,
+        script: Path = SCRIPT,
     ) -> None:
-        """`size`: replicas; 0: three, or two where they have shards and the whole optimizer state."""
+        """`size`: replicas; 0: three, or two where they have shards and the whole optimizer state. `script`: writes
+        traces as `traced_gpt.py` does."""
         # Optimizer state that is sharded has two holders of each part: it survives one loss at a time.
         sharded = spec.optimizer.distributed
         size = size or (3 if sharded or spec.replica_workers == 1 else 2)
         self.chain = Chain(cells, size, one_by_one=sharded)
         self.traces = directory / "traces"
         self.traces.mkdir()
-        spec = replace(spec, entry=str(SCRIPT), args=(str(self.traces), *spec.args))
+        spec = replace(spec, entry=str(script), args=(str(self.traces), *spec.args))
         self.rig = Rig(server, directory, spec)
         self.shards = spec.replica_workers
         self.generation = 0

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 from unicrond import Hook, Local
 from unicrond.agents.trainer.entry import worker
 from unicrond.agents.trainer.gradients import carried_buffers
 from unicrond.agents.trainer.gradients.carried_buffers import BufferMoved
-from unicrond.agents.trainer.loop import examination
+from unicrond.agents.trainer.loop import examination, fully_sharded
 from unicrond.agents.trainer.loop.examination import CannotAttach
 from unicrond.agents.trainer.loop.local import LocalHook
 from unicrond.agents.trainer.process import replica
@@ -126,6 +127,13 @@ def of(make: Callable[[torch.nn.Module], Any], *between: torch.nn.Module) -> Cal
     return build
 
 
+def distributed(model: Net) -> Net:
+    """A model of which some parameters are DTensors, by hand."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    distribute_module(model.first, mesh)
+    return model
+
+
 REFUSED = {
     "in no optimizer": (
         uncovered,
@@ -175,7 +183,7 @@ def test_document_has_every_sentence_of_attach() -> None:
         assert any(quote in messages[-1] for quote in quotes), messages[-1]
     source = "".join(
         re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-        for path in (Path(module.__file__) for module in (examination, carried_buffers, replica, worker))
+        for path in (Path(module.__file__) for module in (examination, fully_sharded, carried_buffers, replica, worker))
     )
     elsewhere = [quote for quote in quotes if not any(quote in message for message in messages)]
     for quote in elsewhere:
@@ -218,15 +226,14 @@ def test_attach_names_parameters_of_the_model_they_are_in() -> None:
         (DistributedDataParallel, r"torch's DistributedDataParallel, .*`model\.module`"),
         (torch.nn.DataParallel, r"torch's DataParallel, .*`model\.module`"),
         (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), r"FullyShardedDataParallel"),
-        (fully_shard, r"first\.weight is a DTensor .*Megatron's tp and pp"),
+        (distributed, r"first\.weight is a DTensor of parallelize_module or distribute_tensor: .*Megatron's tp and pp"),
     ],
-    ids=["ddp", "dp", "fsdp1", "fsdp2"],
+    ids=["ddp", "dp", "fsdp1", "dtensor"],
 )
 @pytest.mark.usefixtures("world")
 @pytest.mark.filterwarnings("ignore")
 def test_attach_refuses_what_reduces_by_itself(wrap: Callable[[torch.nn.Module], Any], sentence: str) -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    model = fully_shard(Net(), mesh=mesh) if wrap is fully_shard else wrap(Net())
+    model = wrap(Net())
     with pytest.raises(CannotAttach, match=sentence):
         attach(model, SGD(model.parameters(), 0.1))
 

@@ -307,8 +307,8 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
     for wrong, reason in (
         ("cp: 2", "cp: is 2, but context parallelism is not for a loop of your own yet; use 1, or entry: megatron-lm"),
         (
-            "ep: 2",
-            "ep: 2 does not divide tp (1): experts over more workers than that are not for a loop of your own yet",
+            "pp: 2\nep: 2",
+            "ep: 2 does not divide tp (1): experts over more workers than that are not for a loop of your",
         ),
         ("tp: 2\nep: 3", "ep: 3 does not divide tp (2): experts over more workers than that are not for a loop"),
         ("tp: 4\nep: 2\netp: 1", "etp: is 1, but times ep (2) it must be tp (4) in a loop of your own, which sums"),
@@ -322,6 +322,17 @@ def test_own_loop_refuses_workers_that_nothing_shares_work_with(tmp_path: Path) 
         assert "data-parallel" not in str(caught.value), "it says what is at fault, and no more"
     file = f"name: a\nentry: {script}\ntp: 4\nep: 2\nmin_workers: 4\nmax_workers: 8"
     assert loads(f"{file}\netp: 2") == loads(file), "where etp says the same, the task is the same"
+
+
+def test_own_loop_may_share_samples_over_the_workers_of_a_replica(tmp_path: Path) -> None:
+    """Over which it shards its model by itself (`fully_shard`)."""
+    script = tmp_path / "loop.py"
+    script.write_text("")
+    file = f"name: a\nentry: {script}\nep: 4\nmin_workers: 4\nmax_workers: 8\nmicro_batch: 2\nglobal_batch: "
+    spec = loads(f"{file}16")
+    assert (spec.replica_workers, spec.replica_batch, spec.micro_batches) == (4, 8, 2)
+    with pytest.raises(TaskFileError, match=r"ep: 4 makes a replica of 4 data-parallel ranks, and global_batch \(20\)"):
+        loads(f"{file}20")
 
 
 @pytest.mark.parametrize(

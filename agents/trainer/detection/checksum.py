@@ -14,13 +14,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from unicrond.agents.trainer.process.shards import shard_of
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**62
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Return a checksum of the tensors' bits, below 2**62 and above 0 (0 says: none was made)."""
-    return checksum_of_pieces([tensor] for tensor in tensors if tensor.numel())
+    return checksum_of_pieces([shard_of(tensor)] for tensor in tensors if tensor.numel())
 
 
 def checksum_of_pieces(tensors: Iterable[Iterable[torch.Tensor]]) -> int:
@@ -53,7 +55,9 @@ class ParameterDigest:
         if not self._tensors:
             return 1
         with torch.no_grad():
-            sums = torch.stack([self._view(place, tensor).sum() for place, tensor in enumerate(self._tensors)])
+            sums = torch.stack(
+                [self._view(place, shard_of(tensor)).sum() for place, tensor in enumerate(self._tensors)]
+            )
             factors = torch.arange(1, 2 * len(sums), 2, device=sums.device)
             return int((sums * factors).sum()) % (_MODULUS - 1) + 1
 

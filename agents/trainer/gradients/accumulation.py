@@ -24,6 +24,8 @@ Rules
   says that a micro-batch has done so, and none is computed ahead from then on.
 * Where a framework adds gradients to buffers of its own, the stores are laid out as these (`StoreLayout`), and it adds
   to whichever is the present one (`megatron/buffers.py`).
+* Of parameters that `fully_shard` has spread over the replica's workers, a store has the shards of this worker: torch
+  calls the hook with those of a gradient that it has summed over the replica.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import torch
 
 from unicrond.agents.trainer.gradients.carried_buffers import CarriedBuffers
 from unicrond.agents.trainer.lifecycle.lanes import Lanes, Sums
+from unicrond.agents.trainer.process.shards import shard_of, spread_as
 
 BUCKET_BYTES = 32 * 1024 * 1024
 
@@ -53,7 +56,7 @@ class StoreLayout:
     numel: int
 
 
-def consecutive_layout(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> StoreLayout:
+def consecutive_layout(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> StoreLayout:
     """Return a layout of all parameters in their order, without gaps; at most `bucket_bytes` of gradients in a bucket
     (a larger parameter has one of its own)."""
     starts: list[int] = []
@@ -80,7 +83,7 @@ class GradientStore:
     """Memory for one gradient of each parameter: `flat`, and a view of it for each parameter. `marks`: parameters that
     are known to have a gradient in it."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: StoreLayout) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], plan: StoreLayout) -> None:
         device = parameters[0].device if parameters else None
         self.marks: set[int] = set()
         self.flat = torch.zeros(plan.numel, dtype=torch.float32, device=device)
@@ -112,8 +115,10 @@ class Accumulation:
         buffers: CarriedBuffers | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        #: What a store has a place for, by parameter.
+        self._shards = [shard_of(parameter) for parameter in self._parameters]
         self._lanes = lanes
-        plan = plan or consecutive_layout(self._parameters, bucket_bytes)
+        plan = plan or consecutive_layout(self._shards, bucket_bytes)
         #: Elements of gradients in a store. Behind them: a mark for each parameter, and the buffers.
         self.gradients = plan.numel
         self._torch_grads, self._extra_buffers = torch_grads, buffers
@@ -148,7 +153,7 @@ class Accumulation:
         self.clear()
 
     def _new_store(self) -> GradientStore:
-        return GradientStore(self._parameters, self._plan)
+        return GradientStore(self._shards, self._plan)
 
     def _install_hooks(self) -> None:
         """Have gradients added here from now on."""
@@ -193,7 +198,8 @@ class Accumulation:
         if self._torch_grads:
             marks = flat[self.gradients : self.gradients + len(self._parameters)].tolist()
             for parameter, mark in zip(self._parameters, marks, strict=True):
-                parameter.grad = parameter.main_grad.to(parameter.dtype) if mark else None
+                mean = parameter.main_grad.to(parameter.dtype) if mark else None
+                parameter.grad = None if mean is None else spread_as(parameter, mean)
             return
         for parameter in self._parameters:
             if parameter.dtype == torch.float32:
@@ -317,7 +323,7 @@ class Accumulation:
     def _accumulate(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         store = self._present
-        store.places[index].add_(gradient)
+        store.places[index].add_(shard_of(gradient))
         if self._torch_grads and index not in store.marks:
             store.marks.add(index)
             store.flat[self.gradients + index] = 1.0
@@ -343,9 +349,9 @@ def _do_nothing() -> None:
     pass
 
 
-def _groups(parameters: Sequence[torch.nn.Parameter], numel_max: int) -> list[list[torch.nn.Parameter]]:
+def _groups(parameters: Sequence[torch.Tensor], numel_max: int) -> list[list[torch.Tensor]]:
     """Return consecutive parameters in groups of at most `numel_max` elements (a larger one stands alone)."""
-    groups: list[list[torch.nn.Parameter]] = []
+    groups: list[list[torch.Tensor]] = []
     count = 0
     for parameter in parameters:
         if not groups or count + parameter.numel() > numel_max:

@@ -53,9 +53,11 @@ class _BufferPlace:
 
 
 class CarriedBuffers:
-    """The persistent buffers of `models`. `size`: elements that the carried ones take in a store."""
+    """The persistent buffers of `models`. `ranks`: workers of a replica, each of which computes a part of its
+    micro-batches. `size`: elements that the carried ones take in a store."""
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module], ranks: int = 1) -> None:
+        self._ranks = ranks
         places = [place for number, model in enumerate(models) for place in _places(model, number, len(models))]
         self._small = [place for place in places if _is_small(place)]
         self._large = [place for place in places if not _is_small(place)]
@@ -85,8 +87,14 @@ class CarriedBuffers:
                 )
         if not self._small:
             return
-        if len(micro_batches) > 1 and any(not _equal(place.current, place.before) for place in self._small):
+        is_strict = len(micro_batches) > 1 or self._ranks > 1
+        if is_strict and any(not _equal(place.current, place.before) for place in self._small):
             name = next(place.name for place in self._small if not _equal(place.current, place.before))
+            if self._ranks > 1:
+                raise BufferMoved(
+                    f"{name}: a buffer changes in a micro-batch, otherwise on each of the {self._ranks} workers of a"
+                    " replica; make it persistent=False if it is a cache, or keep the model whole"
+                )
             raise BufferMoved(
                 f"{name}: a buffer changes in a list of {len(micro_batches)} micro-batches; compute them one at a time:"
                 " for micro_batch in step"

@@ -103,7 +103,8 @@ def make_driver(
     """
     spec = process.launch.spec
     lanes = lanes_of(spec)
-    buffers = CarriedBuffers(models if gradients is None else ())
+    ranks = process.replica.sharers if gradients is None else 1
+    buffers = CarriedBuffers(models if gradients is None else (), ranks)
     make = gradients or partial(plain_accumulation, models, optimizer, buffers)
     accumulation = make(lanes, process.settings.bucket_bytes)
     sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
@@ -123,7 +124,7 @@ def make_driver(
         context=process,
         state=state,
         saving=Saving(process, state),
-        sampling=Sampling(spec.seed, spec.global_batch, spec.replica_batch, dataset_size),
+        sampling=Sampling(spec.seed, spec.global_batch, spec.replica_batch // ranks, dataset_size, ranks),
         accumulation=accumulation,
         reduction=reduction,
         rendezvous=rendezvous,

@@ -5,7 +5,8 @@ Rules
 -----
 * Every parameter that requires gradients is stepped by an attached optimizer, and every parameter that an attached
   optimizer steps is in an attached model: what is not, no newcomer would receive.
-* Gradients are summed in float32. Parameters are float32, bfloat16 or float16, whole and on one device.
+* Gradients are summed in float32. Parameters are float32, bfloat16 or float16, on one device, and whole in each worker
+  or sharded over those of a replica (`fully_sharded.py`).
 * What holds at `attach` holds to the end: before the first iteration all is compared again, and before each what
   costs nothing to compare.
 * The first iterations of a task change some parameter, or it would "complete" without having trained. A loss scale may
@@ -15,7 +16,6 @@ Rules
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,6 +24,8 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from unicrond.agents.trainer.detection.checksum import ParameterDigest
+from unicrond.agents.trainer.loop import fully_sharded
+from unicrond.agents.trainer.process.shards import is_spread, reshard, shard_of
 from unicrond.agents.trainer.states import layout
 from unicrond.agents.trainer.states.state import BadState, flatten, members_of
 
@@ -48,12 +50,23 @@ class CannotAttach(ValueError):
     """The program would train otherwise than alone; the text says what is in the way, and the fix."""
 
 
-def examine(models: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -> Examination:
-    """Examine what a program attaches; return what is compared later. Raises CannotAttach."""
+def examine(
+    models: Sequence[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    workers: int = 1,
+    sharers: int = 1,
+    overlap: bool = False,
+) -> Examination:
+    """Examine what a program attaches; return what is compared later. `workers`: of a replica, `sharers`: those of them
+    that share its samples, 1 for none. `overlap`: of Hook.attach. Raises CannotAttach."""
     for model in models:
         _require_plain_modules(model)
     parameters = _parameters_by_name(models)
     _require_plain_parameters(parameters)
+    if text := fully_sharded.obstacle(models, parameters, workers, sharers):
+        raise CannotAttach(text)
     optimizers, schedulers = members_of(optimizer), members_of(scheduler)
     for role, members in (("optimizer", optimizers), ("scheduler", schedulers)):
         for member in members:
@@ -61,6 +74,10 @@ def examine(models: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -
     if not optimizers:
         raise CannotAttach("Hook.attach(model, optimizer): no optimizer was given; give all that step the model")
     _require_coverage(parameters, optimizers)
+    if any(is_spread(parameter) for _, parameter in parameters) and (overlap or not needs_torch_grads(optimizer)):
+        culprit = "Hook.attach(overlap=True)" if overlap else "an optimizer of Megatron's"
+        raise CannotAttach(f"{culprit} is not taken beside fully_shard yet; leave it out, or fully_shard")
+    fully_sharded.take_over(models)
     return Examination(list(models), optimizers, parameters, _numbers(models, optimizers))
 
 
@@ -82,9 +99,12 @@ class Examination:
     _first_digest: int = 0
     #: Whether an optimizer had a learning rate in one of the first iterations.
     _has_rate: bool = False
+    #: Whether some parameters are sharded, of whose optimizer's state nothing is known yet.
+    _is_state_unseen: bool = False
 
     def __post_init__(self) -> None:
         self._flags = tuple(parameter.requires_grad for _, parameter in self.parameters)
+        self._is_state_unseen = any(is_spread(parameter) for _, parameter in self.parameters)
 
     def compare_all(self) -> None:
         """Compare everything, before the first iteration. Raises CannotAttach."""
@@ -101,6 +121,10 @@ class Examination:
         """Compare what costs nothing to compare, before an iteration. Raises CannotAttach."""
         if not loss_scaled:
             self._require_training(iteration)
+        if self._is_state_unseen and any(getattr(optimizer, "state", None) for optimizer in self.optimizers):
+            self._is_state_unseen = False
+            if text := fully_sharded.uneven_state(self.optimizers):
+                raise CannotAttach(text)
         for (name, parameter), flag in zip(self.parameters, self._flags, strict=True):
             if parameter.requires_grad is not flag:
                 raise CannotAttach(
@@ -111,7 +135,7 @@ class Examination:
     def _require_training(self, iteration: int) -> None:
         if iteration <= IDLE_ITERATIONS_MAX:
             self._has_rate |= any(self._learning_rates())
-        trained = [parameter for _, parameter in self.parameters if parameter.requires_grad]
+        trained = [weight for _, weight in self.parameters if weight.requires_grad and shard_of(weight).numel()]
         if iteration not in (1, 1 + IDLE_ITERATIONS_MAX) or not trained:
             return
         digest = ParameterDigest(trained).number()
@@ -138,6 +162,7 @@ def _parameters_by_name(models: Sequence[torch.nn.Module]) -> NamedParameters:
     """Return all parameters with their names, each once."""
     by_number: dict[int, tuple[str, torch.nn.Parameter]] = {}
     for number, model in enumerate(models):
+        reshard(model)
         for name, parameter in model.named_parameters():
             by_number.setdefault(id(parameter), (f"{number}.{name}" if len(models) > 1 else name, parameter))
     return list(by_number.values())
@@ -163,13 +188,7 @@ def _require_plain_modules(model: torch.nn.Module) -> None:
 
 
 def _require_plain_parameters(parameters: NamedParameters) -> None:
-    tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     for name, parameter in parameters:
-        if tensor_module is not None and isinstance(parameter, tensor_module.DTensor):
-            raise CannotAttach(
-                f"{name} is a DTensor (fully_shard, parallelize_module): parameters must be whole in each replica;"
-                " leave it out, or shard inside a replica with Megatron's tp and pp"
-            )
         if torch.nn.parameter.is_lazy(parameter):
             raise CannotAttach(f"{name} has no shape yet: run one forward pass before Hook.attach")
         if parameter.is_meta:

@@ -257,7 +257,7 @@ class EffectHandlers:
         group = self.group
 
         def complete() -> list[list[int]]:
-            account = effect.ledger.account(self.sampling, self.accumulation.surplus)
+            account = effect.ledger.account(self.sampling.of_replica, self.accumulation.surplus)
             rows: list[PendingRows] = []
             self.reduction.start(group, lambda: rows.append(group.all_gather(account.row())))
             self.fire("reducing")

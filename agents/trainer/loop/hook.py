@@ -47,6 +47,7 @@ from unicrond.agents.trainer.process import context
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
 from unicrond.agents.trainer.process.randomness import seed_all
+from unicrond.agents.trainer.process.shards import is_spread
 from unicrond.agents.trainer.states.state import Stateful, as_one, flatten
 from unicrond.events.vocabulary import WorkerReady
 
@@ -85,7 +86,7 @@ class Step:
 
     def upcoming(self, count: int) -> list[int]:
         """Return the micro-batches that this replica computes after the next `count`, as assigned now."""
-        return self._hook._driver.member.ledger.remaining()[count:]
+        return self._hook._own_parts(self._hook._driver.member.ledger.remaining()[count:])
 
     def backward(self, loss: torch.Tensor, *, tokens: int | None = None, mean: bool = True) -> None:
         """Compute the micro-batch's gradients; add its loss, a mean over `tokens` (None: samples), or a sum."""
@@ -155,8 +156,11 @@ class Hook:
         process = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         optimizer, scheduler = as_one(optimizer), as_one(scheduler)
-        attachment = examination.examine(models, optimizer, scheduler) if gradients is None else None
-        process.replica.require_own_world()
+        attachment, replica = None, process.replica
+        if gradients is None:
+            sizes = {"workers": replica.size, "sharers": replica.sharers}
+            attachment = examination.examine(models, optimizer, scheduler, overlap=overlap, **sizes)
+        replica.require_own_world()
         driver = make_driver(process, models, optimizer, scheduler, dataset_size, gradients)
         driver.member.loaded_iteration = loaded_iteration
         driver.saving.origin.note_program_state(loaded_iteration or 0)
@@ -314,7 +318,8 @@ class Hook:
         while isinstance(driver.seam, Compute):
             step.iteration = driver.seam.ledger.iteration
             try:
-                yield from self._hand_out(at_most)
+                for micro_batches in self._hand_out(at_most):
+                    yield self._own_parts(micro_batches)
             except (GroupBroken, MembershipSuperseded) as failure:
                 driver.throw(failure)
             else:
@@ -353,6 +358,12 @@ class Hook:
                     runs.end(run)
             driver.rendezvous.look()
 
+    def _own_parts(self, micro_batches: Sequence[int]) -> list[int]:
+        """Return what this worker computes of the replica's micro-batches: where its workers have samples of their own
+        (`fully_sharded.py`), one of each worker's for each."""
+        ranks = self._driver.sampling.ranks
+        return [micro_batch * ranks + self._context.launch.shard % ranks for micro_batch in micro_batches]
+
     def _add(self, loss_sum: float, tokens: int) -> None:
         if self._recomputation.is_apart:
             return
@@ -370,7 +381,9 @@ class Hook:
         module, parameter = parameters[len(parameters) // 2]
         if expects("forward"):
             module.register_forward_hook(lambda *_: fire("forward"))
-        if expects("backward"):
+        if expects("backward") and is_spread(parameter):  # the gradient is that of another tensor, the whole parameter
+            module.register_full_backward_pre_hook(lambda *_: fire("backward"))
+        elif expects("backward"):
             parameter.register_hook(lambda _: fire("backward"))
         if expects("partly"):
             self._driver.reduction.on_start = self._partly

@@ -112,7 +112,7 @@ class DataLoaderOrder:
 
     def __init__(self, loader: DataLoader[Any], sampling: Sampling) -> None:
         self.seed = sampling.seed
-        self._loader = loader
+        self._loader, self._ranks = loader, sampling.ranks
         self._micro_batches = sampling.global_batch // sampling.micro_batch
         self._epochs: dict[int, list[tuple[int, ...]]] = {}
         first = self._batches(0)
@@ -152,6 +152,11 @@ class DataLoaderOrder:
             randomness.resume(previous)
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+            if len(batches) % self._ranks:
+                raise BadLoader(
+                    f"hook.loader(data_loader): the {len(batches)} batches of an epoch do not divide among the"
+                    f" {self._ranks} workers of a replica, which compute together; set drop_last or another size"
+                )
             self._epochs = dict([*self._epochs.items(), (epoch, batches)][-_EPOCHS_MAX:])
         return self._epochs[epoch]
 

@@ -1,41 +1,37 @@
-"""Describes how this worker's tensors lie in the whole model and optimizer, from Megatron's `sharded_state_dict`.
+"""Describes how this worker's tensors lie in the whole model and optimizer: from Megatron's `sharded_state_dict`, or as
+`fully_shard` has spread them.
 
 Rules
 -----
 * Global names, shapes and offsets are Megatron's: the same in every layout. Layers of pipeline stages are counted
   through there, while a stage's own names begin with 0.
+* Of a model that `fully_shard` has spread, global names are its own, and what is not spread is whole on every worker.
 * Where a part of the state is not told (a plain torch model, an optimizer that is not known here, a buffer without a
   global name), the layout is missing: only the same layout can take the state over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from unicrond.agents.trainer.process.shards import is_spread, reshard
 from unicrond.agents.trainer.states.resharding import Piece, StateLayout
 
 
 def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: int) -> StateLayout | None:
     """Return the layout of the tensors by the names of `TrainingState`, None where a part of it is not known."""
-    described = [model for model in models if hasattr(model, "sharded_state_dict")]
-    if len(described) != len(models):
-        return None
-    sharded = {
-        id(entry.data): entry
-        for model in described
-        for entry in nested_values(model.sharded_state_dict())
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-    }
     tensors: dict[str, tuple[Piece, ...]] = {}
     names: dict[int, str] = {}
     for number, model in enumerate(models):
+        reshard(model)
+        pieces_of = _pieces_of(model, f"{number}." if len(models) > 1 else "")
         for name, tensor in _persistent_tensors(model):
-            pieces = _pieces(sharded[id(tensor)], tensor) if id(tensor) in sharded else None
+            pieces = pieces_of(name, tensor) if pieces_of is not None else None
             if pieces is None:
                 return None
             tensors[f"{number}.{name}"] = pieces
@@ -45,6 +41,30 @@ def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: in
     except UnknownOptimizer:
         return None
     return StateLayout(tp, pp, tensors, paths)
+
+
+def _pieces_of(model: torch.nn.Module, prefix: str) -> Callable[[str, torch.Tensor], tuple[Piece, ...] | None] | None:
+    """Return what tells the pieces of a tensor of the model from its name and itself; None where nothing does.
+    `prefix`: of the global names of a model that has none of Megatron's."""
+    if any(map(is_spread, model.parameters())):
+        return lambda name, tensor: (_spread_piece(f"{prefix}{name}", tensor),)
+    if not hasattr(model, "sharded_state_dict"):
+        return None
+    sharded = {
+        id(entry.data): entry
+        for entry in nested_values(model.sharded_state_dict())
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }
+    return lambda _, tensor: _pieces(sharded[id(tensor)], tensor) if id(tensor) in sharded else None
+
+
+def _spread_piece(key: str, tensor: torch.Tensor) -> Piece:
+    shape, start = tuple(tensor.shape), (0,) * tensor.dim()
+    if is_spread(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, start = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    return Piece(key, tuple(tensor.shape), tuple(start), (0,) * tensor.dim(), tuple(shape))
 
 
 def _persistent_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

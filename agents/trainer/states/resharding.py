@@ -161,7 +161,9 @@ class _Assembly:
                     continue
                 _require_same(piece, own_piece)
                 shared = _intersection(piece.box, own_piece.box)
-                if shared is not None:
+                if 0 in own_piece.shape:  # of more workers than the tensor has rows, the last have none
+                    self._tensors[role, own_name] = torch.empty(self.tensors[own_name].shape, dtype=value.dtype)
+                elif shared is not None:
                     self._copy(role, own_name, value, piece, own_piece, shared)
 
     def _copy(self, role: str, name: str, value: torch.Tensor, piece: Piece, own_piece: Piece, shared: Box) -> None:

@@ -5,6 +5,7 @@ Rules
 * A skeleton is msgpack of plain values, in which a tensor stands as its dtype and shape. The tensors' bytes follow
   in the skeleton's order, in native (little-endian) C layout. No pickle: nothing that arrives is ever executed.
 * Restoring checks names, shapes and dtypes of all parameters before it writes the first one.
+* Of a tensor that is spread over a replica's workers a tree holds this worker's shard.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 import msgpack  # type: ignore[import-untyped]
 import torch
+
+from unicrond.agents.trainer.process.shards import is_spread, reshard, shard_of, spread_state
 
 _TENSOR, _TUPLE = 1, 2
 #: Bounds of the learning rate, in an optimizer's groups (Megatron's).
@@ -48,8 +51,8 @@ def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             if value.dtype not in _NAMES:
                 raise BadState(f"a tensor of dtype {value.dtype} cannot be saved")
-            tensors.append(value.detach())
-            return msgpack.ExtType(_TENSOR, msgpack.packb([_NAMES[value.dtype], list(value.shape)]))
+            tensors.append(shard_of(value).detach())
+            return msgpack.ExtType(_TENSOR, msgpack.packb([_NAMES[value.dtype], list(tensors[-1].shape)]))
         if isinstance(value, tuple):
             return msgpack.ExtType(_TUPLE, msgpack.packb(list(value), default=pack, strict_types=True))
         if isinstance(value, dict):  # an OrderedDict, say: strict_types asks about everything but exact types
@@ -272,16 +275,17 @@ class TrainingState:
         digest = blake2b(digest_size=16)
         for name, parameter in sorted(self._parameters()):
             digest.update(name.encode())
-            digest.update(memoryview(tensor_bytes(parameter.detach().cpu()).numpy()))
+            digest.update(memoryview(tensor_bytes(parameter.cpu()).numpy()))
         return digest.hexdigest()
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, model in enumerate(self.models):
+            reshard(model)
             for name, parameter in model.named_parameters():
-                yield f"{number}.{name}", parameter
+                yield f"{number}.{name}", shard_of(parameter.detach())
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((name, parameter.detach()) for name, parameter in self._parameters())
+        yield from self._parameters()
         for number, model in enumerate(self.models):
             for name, buffer in model.named_buffers():
                 yield f"{number}.{name}", buffer
@@ -291,12 +295,20 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
     # First from the parameters, then from the state: where it has fp32 masters of its own, those are the truth.
     if hasattr(optimizer, "reload_model_params"):
         optimizer.reload_model_params()
-    optimizer.load_state_dict(state)
     if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.load_state_dict(state)
         return
-    # torch casts what it loads to the parameter's dtype: of a 16-bit parameter's float32 averages, bits would be lost.
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(map(is_spread, parameters)):
+        of_number = dict(zip(numbers, parameters, strict=True))
+        entries = state["state"].items()
+        try:
+            state = {**state, "state": {number: spread_state(entry, of_number[number]) for number, entry in entries}}
+        except ValueError as error:
+            raise BadState(f"optimizer: {error}") from None
+    optimizer.load_state_dict(state)
+    # torch casts what it loads to the parameter's dtype: of a 16-bit parameter's float32 averages, bits would be lost.
     for number, parameter in zip(numbers, parameters, strict=True):
         entry = optimizer.state.get(parameter, {})
         for name, value in state["state"].get(number, {}).items():

@@ -151,14 +151,18 @@ def _inside(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
     if shape.vpp > 1 and shape.pp == 1:
         yield FieldFault(("vpp",), f"is {shape.vpp}, but chunks of a stage are interleaved from pp 2 on; use vpp 1")
     if spec.entry != megatron_lm.ENTRY:
-        yield from _of_own_loop(shape)
-    elif spec.micro_batches_in(shape) * (shape.micro_batch or spec.micro_batch) * shape.data != spec.global_batch:
+        yield from _of_own_loop(spec, shape)
+    else:
         yield from _not_shared(spec, shape)
 
 
-def _of_own_loop(shape: Shape) -> Iterator[FieldFault]:
-    """Yield what a loop of one's own cannot have: nothing in it gives each worker its part of a sequence or of a
-    replica's samples, or sums what several workers have of one expert."""
+def _of_own_loop(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
+    """Yield what a loop of one's own cannot have: nothing in it gives each worker its part of a sequence, or sums what
+    several workers have of one expert. With ep alone a replica has as many data-parallel ranks, over which the loop
+    shards its model (`fully_shard`); what it does instead is seen when it attaches."""
+    if shape.data == shape.workers and not shape.etp:
+        yield from _not_shared(spec, shape)
+        return
     fix = f"use 1, or entry: {megatron_lm.ENTRY}"
     if shape.cp > 1:
         yield FieldFault(("cp",), f"is {shape.cp}, but context parallelism is not for a loop of your own yet; {fix}")
@@ -173,8 +177,8 @@ def _of_own_loop(shape: Shape) -> Iterator[FieldFault]:
 def _not_shared(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
     """Yield that the data-parallel ranks inside a replica cannot share the global batch; of a layout without any others
     say that."""
-    if shape.data > 1:
-        batch = (shape.micro_batch or spec.micro_batch) * shape.data
+    batch = (shape.micro_batch or spec.micro_batch) * shape.data
+    if shape.data > 1 and spec.micro_batches_in(shape) * batch != spec.global_batch:
         text = f"{shape.ep} makes a replica of {shape.data} data-parallel ranks, and global_batch ({spec.global_batch})"
         yield FieldFault(("ep",), f"{text} is no multiple of their {batch} samples; use another ep, or global_batch")
 
