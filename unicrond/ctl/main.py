@@ -4,7 +4,7 @@ Rules
 -----
 * Exit codes: events/cli/exit_codes.py. Failed is also that no coordinator answers; one line says what to check.
 * `events decode` is called once per message by the nats CLI: it is found before anything is imported.
-* `plan solve` and `throughput` need no coordinator.
+* `explain`, `plan solve` and `throughput` need no coordinator.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ def _run(arguments: Sequence[str]) -> int:
 
         print_json(list(ROWS) if options.name is None else schema(options.name))
         return DONE
+    if options.command == "explain":
+        from unicrond.ctl.explain import explain
+
+        return explain(options.name)
     if options.command == "throughput":
         from unicrond.ctl.throughput import run as throughput
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from unicrond.ctl.parsing import MOMENT_SYNTAX, NODES, REASON, add_to, moment, span_s
-from unicrond.events.cli.command_line import Commands, name, node_name, number, option, switch
+from unicrond.events.cli.command_line import (
+    Commands,
+    add_command,
+    examples,
+    name,
+    node_name,
+    number,
+    option,
+    switch,
+)
 from unicrond.events.cli.exit_codes import TIMEOUT, exit_codes
 from unicrond.events.cli.shared_flags import shared
 
@@ -100,6 +109,25 @@ def add_alarms(commands: Commands) -> None:
         alarm,
         option("person", "PERSON", "who cares for it", type=name),
         REASON,
+    )
+    _add_explain(commands)
+
+
+def _add_explain(commands: Commands) -> None:
+    """Add what the documents say of an alarm, and of all else that a person reads."""
+    add_command(
+        commands,
+        "explain",
+        "show what the runbook says of an alarm, a kind of incident, a state or a message, or a document that messages "
+        "name; needs no coordinator",
+        examples(
+            "unicronctl explain outbox-backlog:node3",
+            "unicronctl explain node_lost",
+            "unicronctl explain 'no coordinator at http://head:7470'",
+            "unicronctl explain docs/operate/logins.md",
+        ),
+        option("name", "NAME", "an alarm, a kind, a state; a message; or a document, docs/..."),
+        codes=exit_codes(failed="no document has it"),
     )
 
 

@@ -38,6 +38,7 @@ WAIT_FOR = ("training", "ended", "completed", "failed", "cancelled")
 
 _EPILOG = f"""\
 without a coordinator:
+  {PROG} explain node_lost            what it means, and what to do
   {PROG} plan solve PROBLEM.json      solve a plan problem exactly
   {PROG} throughput --model ...       what the throughput model says
   {PROG} events decode                one event from stdin as a line, for `nats --translate`
