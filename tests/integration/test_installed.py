@@ -22,7 +22,7 @@ LOG = ROOT / "tests" / "golden" / "log_v1.bin"
 ROOMS = ("replay/simulation/", "replay/evaluation/")
 BESIDE_THE_ROOMS = ("replay/pyproject.toml", "replay/README.md", "replay/LICENSE")
 #: Of no use to who unpacks an sdist.
-NOT_SHIPPED = (".ci/", ".git-blame-ignore-revs", ".gitignore")
+NOT_SHIPPED = (".ci/", ".github/", ".git-blame-ignore-revs", ".gitignore")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,9 @@ def test_wheel_has_every_source_file_but_the_laboratory_and_only_the_package_uni
     below = [name for name in source_files() if name.split("/")[0] in ("unicrond", *LINKED)]
     own = [name for name in below if not name.startswith((*ROOMS, *BESIDE_THE_ROOMS))]
     sources = {name if name.startswith("unicrond/") else f"unicrond/{name}" for name in own}
-    assert packed(built[1]) == sources - {f"unicrond/{name}" for name in LINKED}, "the links are folders in the wheel"
+    links = {f"unicrond/{name}" for name in (*LINKED, "docs")}
+    documents = {f"unicrond/{name}" for name in source_files() if name.startswith("docs/") and name.endswith(".md")}
+    assert packed(built[1]) == (sources - links) | documents, "the links are folders in the wheel"
 
 
 def test_wheel_of_the_laboratory_has_its_two_rooms_and_a_folder_of_its_own(laboratory: tuple[Path, Path]) -> None:
@@ -108,8 +110,9 @@ def test_wheel_made_from_the_sdist_is_the_wheel_made_from_the_tree(
 def test_the_sdist_has_every_file_that_documents_and_tests_need_once(built: tuple[Path, Path]) -> None:
     names = set(files_of(built[0]))
     needed = {name for name in source_files() if not name.startswith(NOT_SHIPPED)}
-    assert not needed - names - {f"unicrond/{name}" for name in LINKED}, "a file is missing"
-    assert not [name for name in names if name.startswith(tuple(f"unicrond/{link}/" for link in LINKED))], "twice"
+    links = (*LINKED, "docs")
+    assert not needed - names - {f"unicrond/{name}" for name in links}, "a file is missing"
+    assert not [name for name in names if name.startswith(tuple(f"unicrond/{link}/" for link in links))], "twice"
 
 
 def test_command_starts_from_wheel(whole: Path, tmp_path: Path) -> None:
@@ -119,11 +122,14 @@ def test_command_starts_from_wheel(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_demo_heals_from_wheel(whole: Path, tmp_path: Path) -> None:
-    done = run(whole / "unicrond", "demo", "--dir", tmp_path / "demo", cwd=tmp_path)
+    picture = tmp_path / "losses.svg"
+    done = run(whole / "unicrond", "demo", "--dir", tmp_path / "demo", "--out", picture, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all healed" in done.stdout
     assert "(equal)" in done.stdout
     assert "process_exit" in done.stdout and "node_lost" in done.stdout
+    assert "0 of 4 nodes are up" in done.stdout and str(picture) in done.stdout, "it says what it waits for"
+    assert picture.read_text().count("SIGKILL of") == 2
 
 
 def test_replay_reads_logs_without_extras(base: Path, tmp_path: Path) -> None:
@@ -135,6 +141,7 @@ def test_replay_reads_logs_without_extras(base: Path, tmp_path: Path) -> None:
 
 
 def test_unicronctl_works_without_extras(base: Path, tmp_path: Path) -> None:
+    assert "docs/operate/runbook.md" in must(base / "unicronctl", "explain", "node_lost", cwd=tmp_path)
     decoded = run(base / "unicronctl", "events", "decode", cwd=tmp_path, input="")
     assert decoded.returncode == 0 and not decoded.stderr
     for command in ("status", "nodes", "tasks", "watch", "events", f"submit {ROOT / 'examples' / 'big.yaml'}"):

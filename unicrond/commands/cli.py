@@ -69,9 +69,10 @@ def parser() -> Parser:
     _add_login_commands(commands)
     _add_tls_command(commands)
     iterations = shared("--iterations", "(default: as many as fit)", default=0)
+    picture = shared("--out", "the picture of the losses, SVG (default: a new file, which stays)")
     for command, text, port, more, failed in (
         ("dev", "run a small cluster on this machine; everything it starts ends with it", 7470, (), ""),
-        ("demo", "train, break and heal on this machine; nothing stays", 0, (iterations,), "not everything healed"),
+        ("demo", "train, break and heal here; only a picture stays", 0, (iterations, picture), "not everything healed"),
     ):
         add_command(
             commands,
@@ -83,8 +84,7 @@ def parser() -> Parser:
             shared("--dir", "(default: a new directory)"),
             shared("--keep-dir"),
             shared("--allow-injection"),
-            shared("--port", "the HTTP API's", default=port),
-            *more,
+            *(shared("--port", "the HTTP API's", default=port), *more),
             codes=exit_codes(failed=failed),
         ).variables = False  # a cluster of its own, beside the one that the variables are for
     return root
@@ -339,6 +339,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return nats_config(arguments)
     if arguments.command not in ("dev", "demo"):
         return _on_a_log(arguments)
+    print(f"unicrond {arguments.command}: nats-server, coordinator and {arguments.nodes} agents start", flush=True)
     from unicrond.local import demo, dev
 
     return dev.main(arguments) if arguments.command == "dev" else demo.main(arguments)

@@ -1,7 +1,8 @@
 """`unicrond demo`: train two tasks, kill a worker, kill a node, bring it back, and tell how each was healed.
 
 Everything is real: the parts are `unicrond dev`'s, the training is Megatron-core's on the Python standard
-library's sources, the faults are SIGKILLs. The story at the end comes from the log.
+library's sources, the faults are SIGKILLs. The story at the end comes from the log, and a picture of the losses with
+the faults in them stays as a file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,17 +24,21 @@ import msgspec
 
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, NodeStatus, Task, TaskStatus, Worker
 from unicrond.core.state.work import achieved_waf, delivered_flop
 from unicrond.ctl.client import ApiError
 from unicrond.ctl.live_view import incident_table, watch
 from unicrond.ctl.streams import follow
+from unicrond.display.loss_plot import LossCurve, svg, text_plot
 from unicrond.display.plan_explanation import explain_plan
+from unicrond.display.tables import interactive
 from unicrond.local.dev import DevCluster, small_cluster, start_small
 
 TASKS = {"big": 2.0, "small": 1.0}
 SEED, SEQ, GLOBAL_BATCH, MICRO_BATCH = 1234, 64, 48, 4
 HEAL_TIMEOUT_S = 90.0
+#: Between two lines of progress, until both tasks train.
+PROGRESS_S = 3.0
 
 
 class NotHealed(RuntimeError):
@@ -55,6 +61,8 @@ class DemoStory:
         self.iterations = iterations
         self.faults: list[DemoFault] = []
         self.digest = ""
+        self.losses: dict[str, dict[int, float]] = {}
+        self.marks: dict[str, list[tuple[int, str]]] = {}
         self._random = random.Random(2401)
 
     async def run(self) -> ClusterState:
@@ -63,20 +71,22 @@ class DemoStory:
             await self.cluster.submit(self.spec(name, weight))
         state = await self.until("both tasks train on all four nodes", lambda s: whole(s, 4) and _trained(s, 8))
 
-        victim = self._random.choice(state.tasks["big"].membership.members[1:])  # type: ignore[union-attr]
-        worker = state.tasks["big"].workers[victim.worker]
-        await self._in_mid_iteration("big")
+        name, worker = self._victim(state)
+        await self._in_mid_iteration(name)
         self._fault(f"SIGKILL of worker {worker.worker} (pid {worker.pid}) on {worker.node}")
+        self._mark(name, f"SIGKILL of worker {worker.worker}")
         os.kill(worker.pid, signal.SIGKILL)
         state = await self._healed(4)
 
-        big = state.tasks["big"].membership.members  # type: ignore[union-attr]
-        node = self._random.choice(big[1:]).node
+        name, worker = self._victim(state)
+        node = worker.node
         self._fault(f"SIGKILL of node {node}: agent, fork server, workers")
+        self._mark(name, f"SIGKILL of node {node}")
         await self.cluster.kill_node(node)
         await self._healed(3)
 
         self._fault(f"node {node} comes back", count=False)
+        self._mark(name, f"{node} comes back")
         await self.cluster.bring_back(node)
         state = await self.until(f"{node} has workers again", lambda s: whole(s, 4))
         reached = {name: task.progress.iteration for name, task in state.tasks.items()}
@@ -87,6 +97,13 @@ class DemoStory:
         state, self.digest = await self.cluster.state()
         return state
 
+    def _victim(self, state: ClusterState) -> tuple[str, Worker]:
+        """Draw a member, not the first, of the task that has the most: on a busy machine that may be the light one."""
+        members = {name: task.membership.members for name, task in state.tasks.items() if task.membership is not None}
+        name = max(members, key=lambda task: len(members[task]))
+        victim = self._random.choice(members[name][1:] or members[name])
+        return name, state.tasks[name].workers[victim.worker]
+
     async def until(self, goal: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
         """Wait, and return the first state in which `holds`. Raises NotHealed after HEAL_TIMEOUT_S, or when a task
         failed."""
@@ -95,6 +112,7 @@ class DemoStory:
         while time.monotonic() < deadline:
             with contextlib.suppress(ApiError):
                 state, _ = await self.cluster.state()
+                self._record(state)
                 failed = [task for task in state.tasks.values() if task.status is TaskStatus.FAILED]
                 if failed:
                     raise NotHealed(f"task {failed[0].name} failed: {failed[0].ending.reason}")
@@ -122,6 +140,22 @@ class DemoStory:
         if count:
             self.faults.append(DemoFault(text, time.time_ns() // 1000))
 
+    def _record(self, state: ClusterState) -> None:
+        for task in state.tasks.values():
+            if task.progress.loss is not None:
+                self.losses.setdefault(task.name, {})[task.progress.iteration] = task.progress.loss
+
+    def _mark(self, task: str, text: str) -> None:
+        """Note what happens to the task now, for its curve."""
+        self.marks.setdefault(task, []).append((max(self.losses.get(task, {0: 0.0})), text))
+
+    def curves(self) -> list[LossCurve]:
+        """Return what was seen of each task's losses: one for every look at the coordinator's state."""
+        return [
+            LossCurve(f"task {name}", tuple(sorted(losses.items())), tuple(self.marks.get(name, ())))
+            for name, losses in self.losses.items()
+        ]
+
     def spec(self, name: str, weight: float) -> dict[str, object]:
         """Return the specification of a small GPT on the standard library's sources, 1 to 3 workers."""
         return {
@@ -138,6 +172,39 @@ class DemoStory:
             "iterations": self.iterations or 1_000_000,
             "checkpoint": {"interval": 100},
         }
+
+
+class DemoProgress:
+    """Prints a line now and then, until the tasks train: what the demo waits for."""
+
+    def __init__(self, started_s: float, nodes: int) -> None:
+        """Begin. `started_s`: of time.monotonic; `nodes`: so many are awaited."""
+        self.cluster: DevCluster | None = None
+        self._started_s = started_s
+        self._nodes = nodes
+        self._printer = asyncio.create_task(self._print(), name="progress")
+
+    def end(self) -> None:
+        """Print no more."""
+        self._printer.cancel()
+
+    async def _print(self) -> None:
+        text = "nats-server and coordinator start"
+        while text:
+            print(f"{time.monotonic() - self._started_s:4.0f} s: {text}", flush=True)
+            await asyncio.sleep(PROGRESS_S)
+            if self.cluster is not None:
+                with contextlib.suppress(ApiError):
+                    text = waiting_for((await self.cluster.state())[0], self._nodes)
+
+
+def waiting_for(state: ClusterState, nodes: int) -> str:
+    """Return what the demo waits for before its tasks train on `nodes` nodes; "" when they do."""
+    up = sum(node.status is NodeStatus.UP for node in state.nodes.values())
+    if up < nodes:
+        return f"{up} of {nodes} nodes are up; each imports torch and Megatron-core first"
+    starting = [task.name for task in state.tasks.values() if task.progress.loss is None]
+    return f"all nodes are up; workers of {' and '.join(starting)} start" if starting else ""
 
 
 def _where_things_stand(state: ClusterState) -> str:
@@ -190,11 +257,15 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     assert demo is not None
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, demo.cancel)
-    print(f"starting nats-server, coordinator and {arguments.nodes} agents; their files are in {directory}", flush=True)
+    print(f"their files are in {directory}", flush=True)
+    progress = DemoProgress(started, arguments.nodes)
     try:
         async with small_cluster(
             directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.port, keys=True
         ) as cluster:
+            if interactive(sys.stdout):
+                progress.end()  # the view shows it
+            progress.cluster = cluster
             story = DemoStory(cluster, directory, arguments.iterations)
             stop = asyncio.Event()
             view = asyncio.create_task(watch(cluster.state, stop, follow(cluster.client)))
@@ -203,6 +274,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
             finally:
                 stop.set()
                 await asyncio.gather(view, return_exceptions=True)
+            print("replaying the stored log; then everything ends", flush=True)
             replayed = await replay(cluster, state.seq)
     except NotHealed as error:
         print(f"NOT HEALED: {error}; run with --dir DIR and look at the logs there", file=sys.stderr)
@@ -210,7 +282,9 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     except asyncio.CancelledError:
         print("interrupted; everything was ended", file=sys.stderr)
         return 130
-    return _tell(story, state, replayed, time.monotonic() - started)
+    finally:
+        progress.end()
+    return _draw(story, arguments.out) or _tell(story, state, replayed, time.monotonic() - started)
 
 
 async def replay(cluster: DevCluster, seq: int) -> str:
@@ -227,6 +301,25 @@ async def replay(cluster: DevCluster, seq: int) -> str:
     )
     output, _ = await process.communicate()
     return str(json.loads(output)["digest"]) if process.returncode == 0 else ""
+
+
+def _draw(story: DemoStory, path: Path | None) -> int:
+    """Draw the losses, in the terminal and as a file; return the exit code, 0 where the file was written."""
+    curves = story.curves()
+    print()
+    for curve in (curve for curve in curves if curve.marks):
+        print("\n".join(text_plot(curve)))
+    if path is None:
+        handle, name = tempfile.mkstemp(prefix="unicron-demo-", suffix=".svg")
+        os.close(handle)
+        path = Path(name)
+    try:
+        path.write_text(svg(curves), encoding="utf-8")
+    except OSError as error:
+        print(f"--out: cannot write {path}: {error.strerror}; give another one", file=sys.stderr)
+        return 2
+    print(f"\nthe losses of both tasks, with what happened to them: {path}")
+    return 0
 
 
 def _tell(story: DemoStory, state: ClusterState, replayed: str, took_s: float) -> int:
