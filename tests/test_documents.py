@@ -83,6 +83,15 @@ def test_code_names_existing_documents() -> None:
     assert not dead
 
 
+def test_readme_changes_of_a_loop_are_those_of_the_examples() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) < 600
+    changes = re.findall(r"^([+-])(.+)$", text.partition("```diff\n")[2].partition("```")[0], re.MULTILINE)
+    examples = {"-": ROOT / "examples" / "plain_loop.py", "+": ROOT / "examples" / "own_loop.py"}
+    lines = {sign: path.read_text().splitlines() for sign, path in examples.items()}
+    assert changes and [line for sign, line in changes if line not in lines[sign]] == []
+
+
 def test_document_list_is_complete() -> None:
     listed = {(ROOT / "docs" / target).resolve() for target in LINK.findall((ROOT / "docs" / "README.md").read_text())}
     assert [str(path) for path in DOCUMENTS if path.parent.parent == ROOT / "docs" and path not in listed] == []
