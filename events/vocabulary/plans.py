@@ -74,6 +74,8 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     `healthy`, `waf_if_healthy`: workers per task, and their WAF, were every node that has not left healthy.
     `healthy_gpus`: the type of GPU that each of these would be on, where there are several.
     `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
+    `gap_ppm`: with several types of GPU, how much better another plan might be at most, in parts per million of the
+    plan's objective; 0: none is, which is proven.
     `way`, `duration_us`, `rows_reused`: how the plan was computed; the plan does not depend on it.
     """
 
@@ -92,6 +94,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     duration_us: Duration = always(0)
     rows_reused: Small = always(0)
     healthy_gpus: dict[Name, Gpu] = {}
+    gap_ppm: Small = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.planning.clusters import random_problem
+from tests.planning.clusters import random_problem, with_priorities, with_turns
 from tests.planning.pools import NOTHING, every_deal, gap, random_pools
 from unicrond.core.planning.feasibility import groups_of, packs
 from unicrond.core.planning.placement import place_apart
@@ -32,28 +32,59 @@ def is_possible(problem: Problem, found: Solution) -> None:
         assert packs(groups_of(problem, counts, found.layouts), pool.seats)
 
 
-def test_pool_solver_matches_brute_force_on_few_tasks() -> None:
-    for seed in range(60):
-        for pools, tasks in ((2, 4), (3, 3)):
-            problem = random_pools(Random(seed), tasks, pools, 4)
-            found = solve(problem)
+def competing_pools(seed: int, tasks: int, pools: int) -> Problem:
+    """A small cluster with priorities, preemptible tasks, turns and more floors, in half of the seeds."""
+    rng = Random(seed)
+    problem = random_pools(rng, tasks, pools, 4)
+    return with_turns(rng, with_priorities(rng, problem)) if seed % 2 else problem
+
+
+def test_pool_solver_matches_every_deal() -> None:
+    proven = 0
+    for seed in range(30):
+        for pools, tasks in ((2, 5), (3, 3)):
+            problem = competing_pools(seed, tasks, pools)
+            found, best = solve(problem), every_deal(problem)
             is_possible(problem, found)
-            assert abs(gap(found, every_deal(problem))) < NOTHING, seed
+            assert found.shortfall == best.shortfall, seed
+            assert abs(gap(found, best)) < NOTHING, seed
+            proven += not found.gap
+    assert proven >= 54, "nine of ten are proven"
 
 
-def test_pool_search_stays_near_optimum() -> None:
-    """On seeds that do not change: what docs/design/planning.md tells of thousands."""
-    gaps = []
-    for seed in range(60):
-        problem = random_pools(Random(seed), 5, 2, 4)
-        found = best_of_pools(problem, solve, all_max=0)
+def test_pool_gap_bounds_every_deal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that ends early says no less than what it misses, and does not say that floors are best if they are
+    not."""
+    monkeypatch.setattr("unicrond.core.planning.pools.SOLVES_MAX", 6)
+    monkeypatch.setattr("unicrond.core.planning.floors.PLACEMENTS_MAX", 8)
+    unproven = missed = 0
+    for seed in range(40):
+        problem = competing_pools(seed, 5, 2)
+        found, best = solve(problem), every_deal(problem)
+        assert found.gap >= gap(found, best) - NOTHING, seed
+        unproven += found.gap > 0
+        missed += gap(found, best) > NOTHING
+    assert unproven > 4 and missed > 0, "else this tests nothing"
+
+
+def test_pool_plan_is_independent_of_submission_order() -> None:
+    for seed in range(6):
+        problem = random_pools(Random(seed), 12, 3, 8)
+        found = solve(problem)
+        for _ in range(3):
+            tasks = Random(seed).sample(problem.tasks, len(problem.tasks))
+            shuffled = solve(replace(problem, tasks=tuple(tasks)))
+            assert {task.name for task, k in found if k < task.floor} == set(shuffled.unmet_floors)
+            assert abs(found.objective - shuffled.objective) <= NOTHING * abs(found.objective), seed
+
+
+def test_many_tasks_are_proven() -> None:
+    """The sizes that docs/design/planning.md tells of; the searches before this one missed up to a tenth there."""
+    for seed in range(3):
+        problem = random_pools(Random(f"3/32/{seed}"), 32, 3, 64)
+        found = solve(problem)
         is_possible(problem, found)
-        best = every_deal(problem)
-        assert found.shortfall >= best.shortfall, seed
-        gaps.append(gap(found, best))
-    assert min(gaps) > -NOTHING
-    assert sum(one < NOTHING for one in gaps) >= 54
-    assert sorted(gaps)[-4] < 0.05
+        assert found.gap == 0, seed
 
 
 def test_pool_solver_bounds_number_of_solves(monkeypatch: pytest.MonkeyPatch) -> None:

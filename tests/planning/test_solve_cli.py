@@ -13,7 +13,9 @@ import pytest
 
 from tests.planning.clusters import random_problem, random_seats, with_layouts
 from tests.planning.oracle import brute_force, brute_force_in
+from tests.planning.pools import random_pools
 from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.solver import solve
 from unicrond.ctl import solve as solve_cli
 from unicrond.ctl.main import main
 from unicrond.ctl.parser import _SOLVE_EPILOG
@@ -83,6 +85,30 @@ def test_solve_command_matches_brute_force_with_layouts(
     if any(task.alternatives for task in problem.tasks):
         shapes = [task.shape_of(layout) for task, layout in zip(problem.tasks, layouts, strict=True)]
         assert answer["layouts"] == [str(shape) for shape in shapes]
+
+
+def test_solve_command_takes_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan, its types and its proof; what cannot be is named."""
+    for seed in range(10):
+        problem = random_pools(Random(seed), 4, 2, 3)
+        request = json.loads(in_layouts(problem))
+        del request["nodes"]
+        request["types"] = {pool.gpu: [8] * (pool.workers // 8) for pool in problem.pools}
+        for task, entry in zip(problem.tasks, request["tasks"], strict=True):
+            entry["type"] = task.gpu
+            entry["T"] = {str(k): flops for k, flops in task.curve.points.items()}
+            for option, layout in zip(task.alternatives, entry["layouts"], strict=True):
+                layout["type"] = option.gpu
+        assert solve_file(tmp_path, json.dumps(request), "--json") == 0
+        answer, solution = json.loads(capsys.readouterr().out), solve(problem)
+        assert answer["plan"] == list(solution.workers) and answer["types"] == list(solution.gpus)
+        assert answer["proven"] is (solution.gap == 0) and answer["gap_ppm"] == solution.gap_ppm
+    request["n"] += 1
+    assert solve_file(tmp_path, json.dumps(request)) == 2
+    assert "types: their nodes have" in capsys.readouterr().err
+    request["tasks"][0]["type"] = "b200"
+    assert solve_file(tmp_path, json.dumps(request)) == 2
+    assert "tasks[0].type: 'b200' is no type; give a100-80g or h100-80g" in capsys.readouterr().err
 
 
 def test_solve_command_matches_its_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,9 @@ from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, si
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
 from unicrond.core.worth.waf import throughput
+from unicrond.ctl import plan as plan_show
 from unicrond.display.cluster_tables import nodes_table, plan_table
+from unicrond.display.plan_explanation import gap_text
 from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.checks.invariants import types_stay_apart
 from unicrond.views.plan_preview import foreseen
@@ -284,6 +286,24 @@ def test_healthy_plan_uses_better_type() -> None:
     assert plan.healthy_gpus == {"big": FAST}
     assert cluster.state.ledger.healthy == plan.waf_if_healthy == 1200
     assert plan.waf == 200
+
+
+def test_plan_says_whether_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that may look at no deal but the present one says how much it may miss."""
+
+    def plan_of_three() -> tuple[int, str]:
+        """Return the gap of the plan in force, and what `plan show` says of it."""
+        cluster = with_task(cluster_of(4, 1, 2))
+        cluster.submit("more", min_workers=1, max_workers=5)
+        cluster.submit("third", min_workers=2, max_workers=3)
+        cluster.run()
+        return cluster.state.plan.gap_ppm, plan_show.summary(cluster.state)["optimum"]
+
+    assert plan_of_three() == (0, "proven")
+    monkeypatch.setattr("unicrond.core.planning.pools.LOOKS_MAX", 0)
+    gap_ppm, line = plan_of_three()
+    assert gap_ppm > 0 and line == f"within {gap_ppm / 10_000:.4g} %"
+    assert gap_text(1_000_000) == "not proven: other minimums might be met"
 
 
 def test_simulation_detects_plan_that_mixes_types() -> None:

@@ -63,7 +63,8 @@ _SOLVE_EPILOG = """The file holds {"n": workers after the event, "D_run": number
 and per task "name", "unit" (workers come in multiples of it), "tp" (so many of a unit need one node), "turn",
 "priority" and "preemptible" (whose floor is met first), "D_trans", "D_move", "D_reshape", "D_restart", and "layouts"
 that it may get: [{"tp", "pp", "vpp", "ep", "cp", "etp", "micro_batch", "cap", "T": as above}]. The answer then has
-"layouts" too.
+"layouts" too. With several types of GPU: "types": {"h100": [slots, ...], ...} instead of "nodes", and "type" of each
+task (its T is for that one) and of layouts on another. The answer then has "types", "proven" and "gap_ppm".
 
 example:
   $ cat problem.json

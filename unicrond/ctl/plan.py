@@ -17,7 +17,7 @@ from unicrond.ctl.client import ApiRefused, Client
 from unicrond.ctl.client_options import client_of, print_json, snapshot_of
 from unicrond.ctl.parsing import changes_json
 from unicrond.display.cluster_tables import costs_table, departures, gradients_table, layout_words, plan_table, turns
-from unicrond.display.plan_explanation import explain_layouts, explain_plan
+from unicrond.display.plan_explanation import explain_layouts, explain_plan, gap_text
 from unicrond.display.queue import pending_tasks
 from unicrond.display.tables import Table, show
 from unicrond.display.worth import healthy_waf, planned_wafs, si, waf_in, waf_text
@@ -40,12 +40,13 @@ def plan_show(options: argparse.Namespace) -> None:
     snapshot = snapshot_of(options)
     plan, costs = snapshot.state.plan, snapshot.body.get("costs")
     if options.json:
-        print_json({**snapshot.body["state"]["plan"], "gradients": _gradients(snapshot.state), "costs": costs})
+        proof = {"proven": not plan.gap_ppm, "gap_ppm": plan.gap_ppm}
+        print_json({**snapshot.body["state"]["plan"], **proof, "gradients": _gradients(snapshot.state), "costs": costs})
         return
     if not plan.epoch:
         print("no plan yet")
         return
-    for name, text in _summary(snapshot.state).items():
+    for name, text in summary(snapshot.state).items():
         print(f"{name:<12} {text}")
     print()
     show(plan_table(snapshot.state))
@@ -56,7 +57,7 @@ def plan_show(options: argparse.Namespace) -> None:
         show(costs_table(costs))
 
 
-def _summary(state: ClusterState) -> dict[str, str]:
+def summary(state: ClusterState) -> dict[str, str]:
     """Return the lines that describe the plan, by title."""
     plan = state.plan
     planned, healthy = waf_in(state, sum(planned_wafs(state).values())), waf_in(state, healthy_waf(state))
@@ -67,6 +68,7 @@ def _summary(state: ClusterState) -> dict[str, str]:
         **({"mode": modes} if (modes := mode_text(state)) else {}),
         "because of": plan.trigger,
         "reason": plan.reason,
+        "optimum": gap_text(plan.gap_ppm),
         **({"why": explain_plan(state)} if explain_plan(state) else {}),
         **({"layouts": layouts} if (layouts := explain_layouts(state)) else {}),
         "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.duration_us)}{reused}",

@@ -6,15 +6,26 @@ import json
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from unicrond.core.planning.feasibility import seats_of
-from unicrond.core.planning.problem import TURNS_MAX, Alternative, Curve, Prices, Problem, ProblemError, TaskProblem
+from unicrond.core.planning.feasibility import Seats, seats_of
+from unicrond.core.planning.problem import (
+    TURNS_MAX,
+    Alternative,
+    Curve,
+    Pool,
+    Prices,
+    Problem,
+    ProblemError,
+    TaskProblem,
+)
 from unicrond.core.planning.unlimited_integers import solve_precisely
+from unicrond.display.plan_explanation import gap_text
 from unicrond.display.tables import Table, show
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.vocabulary.shape import Shape
@@ -39,6 +50,7 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
     cp: _Size = 1
     etp: _SizeOrUsual = 0
     cap: _Workers | None = None
+    type: str | None = None
 
 
 class _TaskRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,6 +72,7 @@ class _TaskRequest(msgspec.Struct, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-(10**6), le=10**6)] = 0
     preemptible: bool = False
     name: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
+    type: str | None = None
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +82,7 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
     tasks: list[_TaskRequest]
     churn: _Number = 0
     nodes: list[_Workers] = []
+    types: dict[str, list[_Workers]] = {}
 
 
 def read_problem(text: bytes) -> Problem:
@@ -81,12 +95,27 @@ def read_problem(text: bytes) -> Problem:
         raise ProblemError(f"not JSON: {error}") from None
     for field in ("D_run", "D_trans", "churn"):
         _not_negative(field, getattr(request, field))
-    tasks = tuple(_task(f"tasks[{index}]", task) for index, task in enumerate(request.tasks))
-    seats = seats_of({str(number): slots for number, slots in enumerate(request.nodes)})
-    return Problem(request.n, request.D_run, request.D_trans, tasks, request.churn, seats)
+    tasks = tuple(_task(f"tasks[{index}]", task, request.types) for index, task in enumerate(request.tasks))
+    pools = tuple([Pool(gpu, sum(slots), _seats(slots)) for gpu, slots in request.types.items()])
+    if pools and (request.nodes or request.n != sum(pool.workers for pool in pools)):
+        slots = sum(pool.workers for pool in pools)
+        raise ProblemError(f"types: their nodes have {slots} slots, n is {request.n}; give n = {slots}, and no nodes")
+    return Problem(request.n, request.D_run, request.D_trans, tasks, request.churn, _seats(request.nodes), pools)
 
 
-def _task(where: str, task: _TaskRequest) -> TaskProblem:
+def _seats(slots: list[int]) -> Seats:
+    return seats_of({str(number): count for number, count in enumerate(slots)})
+
+
+def _type(where: str, gpu: str | None, types: Collection[str]) -> str:
+    """Return the type that a task or layout names; "" where there is one. Raises ProblemError."""
+    if (gpu or "") not in (types or ("",)):
+        raise ProblemError(f"{where}.type: {gpu!r} is no type; give {' or '.join(types) or 'none'}")
+    return gpu or ""
+
+
+def _task(where: str, task: _TaskRequest, types: Collection[str]) -> TaskProblem:
+    gpu = _type(where, task.type, types)
     _not_negative(f"{where}.weight", task.weight)
     for field in ("D_trans", "D_move", "D_reshape", "D_restart"):
         _not_negative(f"{where}.{field}", getattr(task, field) or 0)
@@ -95,6 +124,7 @@ def _task(where: str, task: _TaskRequest) -> TaskProblem:
             Shape(layout.tp, layout.pp, layout.vpp, layout.ep, layout.micro_batch, layout.cp, layout.etp).plain,
             _curve(f"{where}.layouts[{n}]", layout.T),
             layout.cap,
+            gpu if layout.type is None else _type(f"{where}.layouts[{n}]", layout.type, types),
         )
         for n, layout in enumerate(task.layouts)
     ]
@@ -113,6 +143,7 @@ def _task(where: str, task: _TaskRequest) -> TaskProblem:
         alternatives=tuple(alternatives),
         prices=Prices(task.D_move, task.D_reshape, task.D_restart),
         turn=task.turn,
+        gpu=gpu,
         priority=task.priority,
         preemptible=task.preemptible,
     )
@@ -159,6 +190,8 @@ def run(options: Namespace) -> None:
         answer = {"objective": solution.objective, "plan": list(solution.workers), "reason": solution.reason}
         if any(task.alternatives for task in solution.problem.tasks):
             answer["layouts"] = [str(shape) for shape in solution.shapes]
+        if solution.problem.pools:
+            answer |= {"types": list(solution.gpus), "proven": not solution.gap_ppm, "gap_ppm": solution.gap_ppm}
         print(json.dumps(answer))
     else:
         headers = ("task", "before", "after", "WAF, FLOP/s")
@@ -171,5 +204,6 @@ def run(options: Namespace) -> None:
             )
             for (task, workers), waf, shape in zip(solution, solution.waf_of, solution.shapes, strict=True)
         )
-        show(Table(headers, tuple(rows)), f"objective {solution.objective:.12g}")
+        proof = f", {gap_text(solution.gap_ppm)}" if solution.problem.pools else ""
+        show(Table(headers, tuple(rows)), f"objective {solution.objective:.12g}{proof}")
         print(solution.reason)

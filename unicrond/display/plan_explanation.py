@@ -90,3 +90,10 @@ def _move(state: ClusterState, giver: Task, taker: Task, shares: dict[str, int])
     return WorkerMove(
         giver.name, taker.name, workers, gain, waf(giver, gives, linear) - waf(giver, gives - workers, linear)
     )
+
+
+def gap_text(gap_ppm: int) -> str:
+    """Say how far below the best plan a plan may be."""
+    if gap_ppm >= 1_000_000:
+        return "not proven: other minimums might be met"
+    return f"within {gap_ppm / 10_000:.4g} %" if gap_ppm else "proven"

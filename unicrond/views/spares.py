@@ -11,7 +11,7 @@ Rules
   out. So a spare pays only where it would achieve nothing by training itself, or little: where tasks need whole
   replicas, or have as many workers as they may.
 * As many pay as bring the most; of equals the most, since a node that adds nothing may as well wait.
-* A plan of several types takes up to hundreds of solves, so there are PLANS_MAX plans at most, the same for each type,
+* A plan of several types takes many solves, so there are PLANS_MAX plans at most, the same for each type,
   and PLANS_MIN for a type at least: fewer rows are made, and the average is over the likeliest numbers of nodes away.
 """
 

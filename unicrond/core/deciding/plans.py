@@ -112,6 +112,7 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution], pins: Pins
         healthy=in_health,
         waf_if_healthy=min(healthy.waf, FLOPS_MAX),
         transition_flop=_transition_flop(solution),
+        gap_ppm=solution.gap_ppm,
         healthy_gpus={t.name: gpu for (t, k), gpu in zip(healthy, healthy.gpus, strict=True) if k and gpu},
     )
 

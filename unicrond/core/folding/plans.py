@@ -47,6 +47,7 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
         duration_us=event.duration_us,
         rows_reused=event.rows_reused,
         healthy_gpus=event.healthy_gpus,
+        gap_ppm=event.gap_ppm,
     )
     state = turns.plan_adopted(replace(state, plan=plan), event)
     for assignment in event.assignments:

@@ -13,6 +13,7 @@ Rules
 * Of sets that are worth the same, the one with more floors; then the one with the earlier tasks. So there is exactly
   one best set.
 * A floor that no legal number of workers meets, or that is larger than the cluster, takes no part.
+* With several pools each task's floor is met in one of them, with what it needs there.
 * A floor weighs the open seats that it needs: what the task's residents meet costs the others nothing (`problem.py`).
 
     value(t) = an integer such that the best set of floors has the largest sum of values
@@ -31,8 +32,12 @@ from fractions import Fraction
 from math import gcd, lcm
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unicrond.core.planning.problem import Number, Problem, TaskProblem
+
+#: The most steps of the search for the floors that are met in several pools.
+PLACEMENTS_MAX = 5000
 
 
 def floors_to_meet(
@@ -104,16 +109,63 @@ def with_floor_worths(problem: Problem) -> Problem:
     return replace(problem, tasks=tuple(tasks))
 
 
+def place_floors(
+    seats_of: Sequence[Sequence[int | None]], values: Sequence[int], seats: Sequence[int]
+) -> tuple[dict[int, int], bool]:
+    """Return the best set of floors where each task is in one of several pools, with the pool of each task; and whether
+    it is known to be best, after PLACEMENTS_MAX steps at most.
+
+    `seats_of`: per task and pool the open seats that its floor needs, None where it cannot be met; `values`: as of
+    `floor_values`; `seats`: the open seats of each pool. The search goes depth first, largest floors first. What the
+    rest may add is at most the best set for all seats that are left, whichever pools they are in.
+    """
+    least_of = {i: min([n for n in own if n is not None], default=0) for i, own in enumerate(seats_of) if values[i]}
+    claimants = sorted([i for i, least in least_of.items() if least], key=lambda i: (-least_of[i], -values[i]))
+    grain = gcd(*[least_of[i] for i in claimants]) or 1
+    rows = [np.zeros(sum(seats) // grain + 1, dtype=object)]
+    for i in reversed(claimants):
+        rows.append(_with_claim(rows[-1], least_of[i] // grain, values[i]))
+    rows.reverse()
+    best, best_places = -1, tuple[int, ...]()
+    branches: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = [(0, 0, tuple(seats), ())]
+    for _ in range(PLACEMENTS_MAX):
+        if not branches:
+            break
+        at, value, left, places = branches.pop()
+        if value + rows[at][sum(left) // grain] <= best:
+            continue
+        if at == len(claimants):
+            best, best_places = value, places
+            continue
+        i = claimants[at]
+        further = [(at + 1, value, left, (*places, -1))]
+        for place, need in enumerate(seats_of[i]):
+            if need is not None and need <= left[place]:
+                after = (*left[:place], left[place] - need, *left[place + 1 :])
+                further.append((at + 1, value + values[i], after, (*places, place)))
+        row = rows[at + 1]
+        branches += sorted(
+            further, key=lambda branch: (branch[1] + row[sum(branch[2]) // grain], branch[1], -max(branch[2]))
+        )
+    place_of = {i: place for i, place in zip(claimants, best_places, strict=False) if place >= 0}
+    return place_of, not branches
+
+
+def _with_claim(row: NDArray[np.object_], seats: int, value: int) -> NDArray[np.object_]:
+    """Return the row of the best values per number of seats, with one more claim."""
+    longer = row.copy()
+    if seats < len(row):
+        np.maximum(longer[seats:], row[: len(row) - seats] + value, out=longer[seats:])
+    return longer
+
+
 def _best_set(claims: Sequence[tuple[int, int]], open_seats: int) -> frozenset[int]:
     """Return the indices of the (seats, value) whose values have the largest sum, with at most so many open seats."""
     claimants = [i for i, (seats, value) in enumerate(claims) if value and seats <= open_seats]
     grain = gcd(*(claims[i][0] for i in claimants)) or 1
     rows = [np.zeros(open_seats // grain + 1, dtype=object)]
     for i in claimants:
-        seats, value = claims[i][0] // grain, claims[i][1]
-        row = rows[-1].copy()
-        np.maximum(row[seats:], rows[-1][: len(row) - seats] + value, out=row[seats:])
-        rows.append(row)
+        rows.append(_with_claim(rows[-1], claims[i][0] // grain, claims[i][1]))
     at, best = open_seats // grain, set()
     for i, before, after in zip(reversed(claimants), rows[-2::-1], rows[:0:-1], strict=True):
         if after[at] != before[at]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from math import ceil
 
 from unicrond.core.planning.floors import problem_values
 from unicrond.core.planning.problem import Problem, TaskProblem
@@ -22,13 +23,16 @@ class Solution:
     `fixed_layouts`: the layout of each task (0: the present one, then its alternatives in their order) where that is
     not the best for so many workers, for want of seats.
 
-    `resolution`: the plan's objective is at most this far below the true optimum.
+    `resolution`: the plan's objective is at most this far below the true optimum. `gap`: of several pools, how much
+    better another deal of the tasks may be at most, as a share of the objective; 0 where this is proven to be best, 1
+    where other floors might be met.
     """
 
     problem: Problem
     workers: tuple[int, ...]
     resolution: float = 0.0
     fixed_layouts: tuple[int, ...] = ()
+    gap: float = 0.0
 
     def __iter__(self) -> Iterator[tuple[TaskProblem, int]]:
         """Iterate over the tasks with their workers."""
@@ -44,6 +48,11 @@ class Solution:
         """Return sum_t G(t, x -> x'), from the problem's own numbers."""
         gains = [self.problem.gain_in(task, workers, layout) for task, workers, layout in self._choices]
         return sum(gains, Fraction(0))
+
+    @property
+    def gap_ppm(self) -> int:
+        """Return the gap in parts per million, rounded up."""
+        return ceil(self.gap * 1e6)
 
     @property
     def objective(self) -> float:

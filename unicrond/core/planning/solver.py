@@ -43,7 +43,7 @@ MOST_BYTES = 4 * 2**30
 
 
 def solve(problem: Problem) -> Solution:
-    """Return the canonical optimal plan of those that have room; of several pools a good plan, see pools.py.
+    """Return the canonical optimal plan of those that have room; of several pools a plan as pools.py has it.
 
     Raise ProblemError if the gains are beyond float64, or the rows beyond 4 GiB.
     """

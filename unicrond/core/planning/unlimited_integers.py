@@ -16,6 +16,7 @@ import numpy as np
 
 from unicrond.core.planning.feasibility import best_with_room, has_room
 from unicrond.core.planning.floors import problem_floors
+from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem, TaskProblem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
@@ -25,7 +26,10 @@ PRECISION = 1e-12
 
 
 def solve_precisely(problem: Problem) -> Solution:
-    """Return the canonical plan, its objective within PRECISION of the true optimum."""
+    """Return the canonical plan, its objective within PRECISION of the true optimum; of several pools, within what its
+    gap says."""
+    if problem.pools:
+        return best_of_pools(problem, solve_precisely)
     solution = solve(problem)
     if Fraction(solution.resolution) <= Fraction(PRECISION) * abs(solution.exact_objective):
         return solution

@@ -328,9 +328,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Each task's share (see unicrond.events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster.
-
-    `revised_for`: the task whose measured throughput asks for the next plan, "" = none does.
-    """
+    `revised_for`: the task whose measured throughput asks for the next plan, "" = none does."""
 
     epoch: int = always(0)
     assignments: dict[str, TaskAssignment] = always({})
@@ -346,6 +344,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     duration_us: int = always(0)
     rows_reused: int = always(0)
     healthy_gpus: dict[str, str] = {}
+    gap_ppm: int = 0
     revised_for: str = ""
 
     @property
