@@ -109,18 +109,6 @@ async def test_killed_worker_and_agent_are_replaced_in_place(cluster: Cluster, r
     )
 
 
-async def test_killed_fork_server_is_followed(cluster: Cluster, record: Record) -> None:
-    await cluster.train()
-    watch, pod = await cluster.watch(), cluster.pod_on("n1")
-    server = cluster.pid_inside(pod, "cmdline", "agents.fork_server")
-    assert server, "no fork server runs there"
-    watch.act()
-    await asyncio.to_thread(cluster.inside, pod, "sh", "-c", f"kill -9 {server}")
-    whole_s = await watch.whole()
-    assert not watch.lines("NodeLost"), watch.said("NodeLost")
-    record("`kill -9` of a fork server", f"told at {watch.told(*TOLD):.1f} s, whole after {whole_s:.1f} s")
-
-
 async def test_killed_first_process_is_followed_in_place(cluster: Cluster, record: Record) -> None:
     await cluster.train()
     before, watch = await cluster.boots(), await cluster.watch()
