@@ -335,8 +335,8 @@ def test_events_of_cluster_are_sorted_by_reason() -> None:
         event("Started", "Pod", "one", count=2),
     ]
     assert events_table(events).splitlines()[2:] == [
-        "| Killing | Normal | 1 | Pod | `a/b` |",
-        "| Started | Normal | 3 | Pod | `second` |",
+        '| Killing | Normal | 1 | Pod | "a/b" |',
+        '| Started | Normal | 3 | Pod | "second" |',
     ]
 
 

@@ -73,7 +73,8 @@ def events_table(events: Iterable[dict[str, Any]]) -> str:
         objects = ", ".join(sorted({event["involvedObject"]["kind"] for event in group}))
         message = " ".join(str(group[-1].get("message", "")).replace("|", "/").split())
         message = message if len(message) <= _MESSAGE_MAX else f"{message[:_MESSAGE_MAX]}..."
-        lines.append(f"| {reason} | {kind} | {times} | {objects} | {f'`{message}`' if message else ''} |")
+        said = f'"{message}"' if message else ""
+        lines.append(f"| {reason} | {kind} | {times} | {objects} | {said} |")
     return "\n".join(lines)
 
 
