@@ -131,17 +131,17 @@ def place_floors(
     for _ in range(PLACEMENTS_MAX):
         if not branches:
             break
-        at, value, left, places = branches.pop()
-        if value + rows[at][sum(left) // grain] <= best:
+        at, value, free, places = branches.pop()
+        if value + rows[at][sum(free) // grain] <= best:
             continue
         if at == len(claimants):
             best, best_places = value, places
             continue
         i = claimants[at]
-        further = [(at + 1, value, left, (*places, -1))]
+        further = [(at + 1, value, free, (*places, -1))]
         for place, need in enumerate(seats_of[i]):
-            if need is not None and need <= left[place]:
-                after = (*left[:place], left[place] - need, *left[place + 1 :])
+            if need is not None and need <= free[place]:
+                after = (*free[:place], free[place] - need, *free[place + 1 :])
                 further.append((at + 1, value + values[i], after, (*places, place)))
         row = rows[at + 1]
         branches += sorted(

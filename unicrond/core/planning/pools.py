@@ -153,15 +153,15 @@ class _Search:
         for _ in range(STEPS_MAX):
             if not heap or -heap[0][0] <= self.lead:
                 return
-            negative, _, _, deal, left, bounds = heappop(heap)
+            negative, _, _, deal, free, bounds = heappop(heap)
             if len(deal) == len(options):
                 yield -negative, deal
                 continue
             for place, floor, regrets in options[len(deal)]:
                 below = bounds - regrets
-                if floor <= left[place] and (bound := float(below.min())) > self.lead:
+                if floor <= free[place] and (bound := float(below.min())) > self.lead:
                     pushes += 1
-                    after = (*left[:place], left[place] - floor, *left[place + 1 :]) if floor else left
+                    after = (*free[:place], free[place] - floor, *free[place + 1 :]) if floor else free
                     heappush(heap, (-bound, -len(deal), pushes, (*deal, place), after, below))
         if heap:
             yield -heap[0][0], ()
