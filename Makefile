@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix redteam upgrade slurm containers kubernetes gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages lock sbom resolve megatron-lm compare object-store versions canary lint clean help
+.PHONY: install check test browser demo man matrix redteam upgrade slurm containers kubernetes gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers sick packages lock sbom resolve megatron-lm compare object-store versions canary lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -37,6 +37,7 @@ help:
 	@echo "make containers  head and agents as process 1 of real containers, as deploy/kubernetes has them (root; runc, debootstrap, bindfs)"
 	@echo "make kubernetes  overlays of deploy/kubernetes on a real Kubernetes of this machine, and faults (root; UNICRON_KUBERNETES: the folder of its programs)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
+	@echo "make sick     bits that flip, a replica that is slow, a rank that hangs inside its replica: a small part of each"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make packages  sdist and wheel of unicrond and of unicrond-lab, in dist/"
 	@echo "make lock     deploy/locks anew: each version of constraints.txt with the hashes of its files (asks the package index)"
@@ -169,6 +170,11 @@ takeover: $(STAMP)
 
 stragglers: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.stragglers --rounds 3 --calm-s 3600 --out stragglers.jsonl
+
+sick: $(STAMP)
+	$(BIN)/python -m tests.benchmarks.corruption --faults 40
+	$(BIN)/python -m tests.benchmarks.dealing --replicas 3 --each 4 --factors 2 --when birth
+	$(BIN)/pytest -q tests/unicrond/test_flight_recorders.py tests/integration/test_layouts_cluster.py -k "recorded or named"
 
 $(PEERS_STAMP): pyproject.toml $(wildcard deploy/locks/*)
 	$(PYTHON) -m venv $(PEERS)
