@@ -76,7 +76,7 @@ def test_lives_move_only_by_tables() -> None:
         made |= moves_of(cluster.log)
     for seed in range(4):
         made |= moves_of(eventful(seed))
-    for seed in range(10):
+    for seed in range(18):
         made |= moves_of(played(seed))
     assert len(made) >= 30, "too little happened to show anything"
 

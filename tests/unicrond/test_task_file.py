@@ -420,9 +420,8 @@ def test_own_loop_keeps_layout_by_default(tmp_path: Path) -> None:
     assert layouts_of(text) == []
     assert layouts_of(f"{text}\nlayouts: [{{tp: 1}}]") == [(2, 1, 0), (1, 1, 0)]
     inner = loads(f"name: a\n{text}\nlayouts: [{{tp: [1, 2], pp: [1, 2], vpp: [1, 2], ep: [1, 2]}}]").layouts
-    assert [one.shape for one in inner] == [Shape(2), Shape(), Shape(1, 2), Shape(1, 2, vpp=2), Shape(2, ep=2)] + [
-        Shape(2, 2, vpp, ep) for vpp in (1, 2) for ep in (1, 2)
-    ]
+    first = [Shape(2), Shape(), Shape(1, ep=2), Shape(1, 2), Shape(1, 2, vpp=2), Shape(2, ep=2)]
+    assert [one.shape for one in inner] == first + [Shape(2, 2, vpp, ep) for vpp in (1, 2) for ep in (1, 2)]
     for wrong, told in (("vpp: 2", "vpp: is 2, but chunks of a stage"), ("ep: 3", "ep: 3 does not divide tp (2)")):
         with pytest.raises(TaskFileError, match=re.escape(told)):
             loads(f"name: a\n{text}\n{wrong}")
