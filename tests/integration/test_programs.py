@@ -101,8 +101,11 @@ async def test_program_stop_completes_task(live: Live, name: str, order: str, la
     assert task.progress.iteration == last if last else task.progress.iteration >= 6
     assert task.progress.checkpoint_iteration == task.progress.iteration, "its state is saved"
     assert not [i for i in state.closed_incidents if name in i.generations and i.severity is not Severity.SEV3]
-    ends = {path.stem for path in live.directory.glob(f"{name}.*.end")}
-    assert ends >= {f"{name}.1", f"{name}.2"}, "the program goes on behind its loop"
+
+    def goes_on(_: ClusterState) -> bool:
+        return {path.stem for path in live.directory.glob(f"{name}.*.end")} >= {f"{name}.1", f"{name}.2"}
+
+    await live.until("the program goes on behind its loop", goes_on)
     assert not live.events("NodeIsolated", after=before.seq)
     if last:
         assert len([e for e in live.events("StartWorker") if e["spec"]["name"] == name]) == 2, "nobody was replaced"
