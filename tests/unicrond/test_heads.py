@@ -190,6 +190,37 @@ async def test_head_that_stopped_deciding_never_leads() -> None:
 
 
 @in_virtual_time
+async def test_leader_decides_again_once_its_log_is_whole() -> None:
+    """It looked while the log was being restored."""
+    async with site() as (log, _, start):
+        one = start("one")
+        await one.leads()
+        one.coordinator.log_is_behind("the event log ends at entry 1")
+        await log.append([observation(joined(), 1)])
+        await log.append([observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api")])
+        await asyncio.sleep(30)
+        assert not [entry async for entry in log.read(until_seq=await log.last_seq()) if is_start(entry)]
+        one.coordinator.log_is_whole()
+        await entries_until(log, lambda event: isinstance(event, v.StartWorker))
+        assert not one.coordinator.fault and await terms(log) == ["one"], "in the same term"
+
+
+@in_virtual_time
+async def test_whole_log_ends_no_other_stop() -> None:
+    async with site() as (_, _, start):
+        one = start("one")
+        await one.leads()
+        one.coordinator._stop_deciding("cannot decide: a bug")
+        one.coordinator.log_is_behind("the event log ends at entry 1")
+        one.coordinator.log_is_whole()
+        assert one.coordinator.fault == "cannot decide: a bug"
+
+
+def is_start(entry: Entry) -> bool:
+    return isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, v.StartWorker)
+
+
+@in_virtual_time
 async def test_standby_head_follows_leaving_leader_at_once() -> None:
     async with site() as (log, _, start):
         one = start("one")

@@ -175,9 +175,10 @@ class Coordinator(Follower):
         self._forget_unread()
         self._answers.forget_unsolved()
         end = await self._event_log.last_seq()
-        if end < self.state.seq:  # no claim in a log that has lost entries
+        while end < self.state.seq:  # no claim in a log that has lost entries
             self.log_is_behind(f"the event log ends at entry {end}, and this head has folded {self.state.seq}")
-            await asyncio.Event().wait()
+            await self._until_whole()
+            end = await self._event_log.last_seq()
         await self._read_up(end)
         assert self._fence is not None
         if self.is_deposed:

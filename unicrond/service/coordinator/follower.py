@@ -59,6 +59,9 @@ class Follower:
         self.views = HeadViews() if views is None else views
         #: Why nothing more is decided, in one line; empty as long as all is well.
         self.fault = ""
+        #: The fault, where it is that the log ends before what was folded; "": it is another, or none.
+        self._behind = ""
+        self._resumed = asyncio.Event()
         self._event_log = event_log
         self._clock = clock
         self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=_INBOX)
@@ -93,9 +96,26 @@ class Follower:
         return await self._event_log.last_seq()
 
     def log_is_behind(self, reason: str) -> None:
-        """Stop deciding until a person has looked: the log ends before what was folded."""
+        """Stop deciding until the log is whole: it ends before what was folded."""
         if not self.fault:
-            self._stop_deciding(f"{reason}; {CURE}")
+            self._behind = f"{reason}; {CURE}"
+            self._stop_deciding(self._behind)
+
+    def log_is_whole(self) -> None:
+        """Decide again, if nothing but a log that ended before what was folded has stopped that: it was looked at while
+        it was being restored, and holds what was folded again."""
+        if self.fault and self.fault == self._behind:
+            self.fault = self._behind = ""
+            log.warning("deciding goes on: the log holds all that was read of it")
+            self._resumed.set()
+            if self._inbox.empty():
+                self._inbox.put_nowait(None)
+
+    async def _until_whole(self) -> None:
+        """Wait until the log holds what was folded again."""
+        while self.fault:
+            self._resumed.clear()
+            await self._resumed.wait()
 
     def standing_alarms(self) -> list[Alarm]:
         """Return what a person has to look at now, a line each."""

@@ -10,8 +10,8 @@ Rules
 * When a person last took a log by name is remembered too, and goes into every CoordinatorStarted: the agents obey
   another log than theirs for that alone (agents/core/known_event_log.py).
 * While it runs, the same holds on each connection before the first entry is read and before anything is written
-  (events/nats/log_proof.py). A log that ends before what this head has folded stops its deciding (stream_probe.py);
-  another one ends the process, and the state goes with it. One that ends before what a node has read is an alarm.
+  (events/nats/log_proof.py). A log that ends before what this head has folded stops its deciding until it is whole
+  (stream_probe.py); another one ends the process, and the state goes with it. One that ends before what a node has read is an alarm.
 """
 
 from __future__ import annotations

@@ -32,14 +32,17 @@ class StreamProbe:
         folded_seq: Callable[[], int],
         read_seqs: Callable[[], dict[str, int]] = dict,
         on_behind: Callable[[str], object] = lambda _: None,
+        on_whole: Callable[[], object] = lambda: None,
     ) -> None:
         """Take what to compare the stream with. `proof`: of the known log. `folded_seq`: the last that was folded.
-        `read_seqs`: of each node. `on_behind(reason)` is called when the stream ends before what was read."""
+        `read_seqs`: of each node. `on_behind(reason)` is called when the stream ends before what was read, `on_whole()`
+        when it holds that again: a restore that was under way has ended."""
         self._connection = connection
         self._proof = proof
         self._folded_seq = folded_seq
         self._read_seqs = read_seqs
         self._on_behind = on_behind
+        self._on_whole = on_whole
         #: Why the stream is not as it was when it was read; "" where it is.
         self.mismatch = ""
         self._ahead = ""
@@ -69,17 +72,20 @@ class StreamProbe:
             self.info = info
             self._ahead = ahead(info, read_seqs)
             self.trouble = mismatch
-            if mismatch and not self.mismatch:
-                self.mismatch = mismatch
+            was_behind, self.mismatch = bool(self.mismatch), mismatch
+            if mismatch and not was_behind:
                 self._on_behind(mismatch)
+            elif was_behind and not mismatch:
+                self._on_whole()
             self.trouble = self.trouble or refusal(info)
             self.is_settled = bool(self.trouble)
 
     async def _compare(self, info: dict[str, Any], folded_seq: int) -> str:
         """Return why the stream of this STREAM.INFO lacks what was folded; "" where it does not. Entries are asked for
-        where it seems to, and where it was made since the last proof. Raises AnotherLog, NoReply, JetStreamError."""
+        where it seems to, where it did before, and where it was made since the last proof. Raises AnotherLog, NoReply,
+        JetStreamError."""
         is_short = info["state"]["last_seq"] < folded_seq
-        if info["created"] == self._proof.created and not is_short:
+        if info["created"] == self._proof.created and not is_short and not self.mismatch:
             return ""
         difference = await self._proof.look(self._connection, info)
         if difference is not None and not difference.is_behind:

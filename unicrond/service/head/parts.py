@@ -134,6 +134,7 @@ class HeadParts:
             lambda: self.coordinator.state.seq,
             lambda: {node: self._read_seq(node) for node in self.coordinator.liveness.beats},
             self.coordinator.log_is_behind,
+            self.coordinator.log_is_whole,
         )
         self.life = LogLife(
             config,
