@@ -11,7 +11,8 @@ Rules
   another log than theirs for that alone (agents/core/known_event_log.py).
 * While it runs, the same holds on each connection before the first entry is read and before anything is written
   (events/nats/log_proof.py). A log that ends before what this head has folded stops its deciding until it is whole
-  (stream_probe.py); another one ends the process, and the state goes with it. One that ends before what a node has read is an alarm.
+  (stream_probe.py); another one ends the process, and the state goes with it. One that ends before what a node has
+  read is an alarm.
 """
 
 from __future__ import annotations
