@@ -5,9 +5,9 @@ Rules
 * The running agent answers on a socket in its run directory: no port has to be open, and an agent that hangs gives no
   answer. `live` is any answer. `ready`: the node has joined, its fork server serves, NATS lets the agent in.
 * So an outage of NATS takes readiness away and never liveness: a restart would repair nothing and cost the workers.
-* Until the answer is yes it is asked again: an agent that starts is ready at once, and not at the next probe, five
-  seconds later. For 3 s; for 15 s until the agent has been ready for the first time: a start is no failure, and a
-  failed probe stands in Kubernetes' events as a warning.
+* A probe asks again until the answer is yes, for 3 s: a pod whose agent has just become ready does not wait for the
+  next probe, five seconds later. It asks an agent that was never ready for 15 s: Kubernetes records a failed probe as
+  a warning, and to start is no failure.
 * A probe runs every few seconds: this module imports next to nothing.
 """
 

@@ -176,7 +176,7 @@ class StragglerSeen(PlacedObservation, frozen=True, kw_only=True):
 
 
 class ReplicaDeal(Value, frozen=True, kw_only=True):
-    """What a replica computes of an iteration where micro-batches are dealt by speed, and what that has brought.
+    """Tell what a replica computes of an iteration where micro-batches are dealt by speed, and what that has brought.
 
     It is `dealt` so many of all `micro_batches`, of which an even deal would give it `dealt_evenly`. Iterations took
     `iteration_us_before` when all were dealt evenly, take `iteration_us` now, and would take `ideal_us` if they had

@@ -40,7 +40,7 @@ _COMMITS_MAX = 64
 
 
 class UnprovenStep(NamedTuple):
-    """What is not proven. `seq`: the entry."""
+    """A step of the run that the log does not prove. `seq`: the entry."""
 
     seq: int
     iteration: int
@@ -49,9 +49,9 @@ class UnprovenStep(NamedTuple):
 
 @dataclass(slots=True)
 class RunCertificate:
-    """What was read of one run of `task` so far. `dataset_size`: in samples, 0 for a stream; None: not known, and
-    samples are counted alone. `kept_links`: of a certificate made before, (iteration, link) in rising iterations;
-    `link_matches`: those of them that this log's chain has, too. `marks`: its own, now and then."""
+    """The proof of one run of `task`, as far as its log was read. `dataset_size`: in samples, 0 for a stream; None: not
+    known, and samples are counted alone. `kept_links`: of a certificate made before, (iteration, link) in rising
+    iterations; `link_matches`: those of them that this log's chain has, too. `marks`: its own, now and then."""
 
     task: str
     dataset_size: int | None = None

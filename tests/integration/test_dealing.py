@@ -91,7 +91,7 @@ def test_kill_under_uneven_deal_changes_no_bit(rig: Start, spec: TaskSpec, victi
     expected, _ = failure_free(rig, spec, 3)
     lost = THREE[victim]
     staying = [worker for worker in THREE if worker != lost]
-    with rig(paced(spec, 3.0)) as run:
+    with rig(paced(spec, 2.5)) as run:
         begin(run, *THREE)
         run.until(lambda: run.committed and last_counts(run) == (5, 2, 5))
         run.signal(lost, signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_kill_under_uneven_deal_changes_no_bit(rig: Start, spec: TaskSpec, victi
 def test_newcomer_joins_uneven_deal(rig: Start, spec: TaskSpec) -> None:
     spec = replace(spec, iterations=TOLD + 30)
     expected, _ = failure_free(rig, spec, 3)
-    with rig(paced(spec, 3.0)) as run:
+    with rig(paced(spec, 2.5)) as run:
         begin(run, "t.1", "t.2")
         run.until(lambda: run.committed and last_counts(run) == (9, 3))
         run.start("t.3")

@@ -3,16 +3,16 @@ before anything of the iteration is added up. Pure; all members judge the same r
 
 Rules
 -----
-* One replica, another one each time, computes the micro-batch for its own sums: what counts is what is compared. The
-  others compute it for its bits alone. All of them are audited, and each is told from the rest.
+* One replica, another one each time, computes the micro-batch for its own sums, so what counts is compared. The others
+  compute it for its bits alone. An audit judges all of them alike.
 * That costs each the time of one micro-batch. So it is done as seldom as the budget says (`interval`); the leader asks
   for it in the agreement before. It asks sooner, ATTENTION times, after a loss or a norm that stands out.
 * Every member says in that agreement whether it can. Without one (an older hook) there is none, nor in the first
   iteration of a group.
 * More than half have the same bits, and one has others: that one is at fault. It is given up before its sums count.
-* Where there is no majority (two replicas), or who differs has never had the same bits as the others, all compute the
-  micro-batch twice more. Who has other bits each time, while somebody has the same each time, is at fault; so is who
-  had them once.
+* Without a majority (as with two replicas), or if the replica that differs has never had the others' bits, every
+  replica computes the micro-batch twice more. A replica that gets other bits each time is at fault if another one gets
+  the same each time; so is a replica whose bits differed once.
 * Other bits each time for everybody come from the program; steady bits that are close to the others', of a replica
   that never had theirs, from another kernel. Then, and where two replicas stand against each other, there are no
   more audits in that group. Where a task begins with bits that differ there are none at all.

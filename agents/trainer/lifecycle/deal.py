@@ -5,8 +5,8 @@ Rules
 * Each replica says in the agreement that ends an iteration what its slowest shard took for a micro-batch: by the clock,
   waits for a CPU or for data included, for the others wait for it whatever the reason. All ranks add the same rows.
 * A sample is one iteration, or as many as make up SAMPLE_US; a group's first WARM_UP iterations do not count, nor does
-  one in which some replica says nothing (it computed nothing, its hook is older, or its GPU has no memory for more
-  gradient sums).
+  an iteration for which a replica gives no time: it computed no micro-batch, its hook is older, or its GPU has no
+  memory for more gradient sums.
 * The best deal by the speeds in the last 20 or 40 samples is the integer programme's (`programme.py`). It is proposed
   if in these samples it certainly would have been shorter than the present one (`certainty.py`) by more than GAIN; with
   lanes also where the waits for running sums are counted. So noise moves nothing, nor do replicas that are slow alike,
@@ -49,8 +49,8 @@ _NUMBERS = (1 << 20) - 1
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """How many micro-batches each replica computes in an iteration, and the speeds by which they were dealt. `counts`:
-    (): as the speeds say. `ordinary_us`: what an ordinary replica took for a micro-batch then, 0: unknown."""
+    """The number of micro-batches that each replica computes in an iteration, and the speeds by which they were dealt.
+    `counts`: (): as the speeds say. `ordinary_us`: what an ordinary replica took for a micro-batch then, 0: unknown."""
 
     speeds: Speeds = ALIKE
     counts: tuple[int, ...] = ()

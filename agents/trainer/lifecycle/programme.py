@@ -30,8 +30,8 @@ ORDINARY = 100
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How long replicas take for a micro-batch. `factors`: by rank; none: all alike. `fill`: the micro-batches' time by
-    which a run takes longer than its micro-batches: the filling of a pipeline."""
+    """The replicas' speeds, as the time that each takes for a micro-batch. `factors`: by rank; none: all alike. `fill`:
+    the micro-batches' time by which a run takes longer than its micro-batches: the filling of a pipeline."""
 
     factors: tuple[int, ...] = ()
     fill: int = 0

@@ -61,8 +61,8 @@ _PACE_START = _NUMBER_START + _NUMBER_BITS
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWord:
-    """What a replica says in the agreement that ends an iteration, the same in the groups of all its shards. `stop`:
-    its program asks for the end. `pace_us`: what its slowest shard took for a micro-batch, 0: unknown. `number`: of the
+    """A replica's word in the agreement that ends an iteration, the same in the groups of all its shards. `stop`: its
+    program asks for the end. `pace_us`: what its slowest shard took for a micro-batch, 0: unknown. `number`: of the
     deal that it proposes (`deal.py`), 0: none."""
 
     stop: bool
