@@ -52,6 +52,26 @@ def test_pool_solver_matches_every_deal() -> None:
     assert proven >= 54, "nine of ten are proven"
 
 
+def crowded_pools(seed: int) -> Problem:
+    """Two small pools after a loss, four tasks without floors of very unlike weights, and little time to the next
+    failure: some that run are worth less than what they hold up."""
+    rng = Random(f"x{seed}")
+    problem = random_pools(rng, 4, 2, 2)
+    tasks = tuple([replace(t, floor=0, min_workers=0, weight=rng.choice((0.01, 0.1, 1, 3))) for t in problem.tasks])
+    nodes = tuple([replace(pool, workers=8, seats=((8, 1),)) for pool in problem.pools])
+    d_running_us = rng.choice((100, 1000, 10_000, 100_000))
+    return replace(problem, tasks=tasks, pools=nodes, workers=16, d_running_us=d_running_us)
+
+
+@pytest.mark.parametrize("seed", (284, 1613, 2362, *range(8)))
+def test_deal_is_not_ruled_out_by_what_idle_tasks_had(seed: int) -> None:
+    """A task that runs, and is tried without workers in all pools, loses what it had once."""
+    problem = crowded_pools(seed)
+    found, best = solve(problem), every_deal(problem)
+    is_possible(problem, found)
+    assert found.gap >= gap(found, best) - NOTHING
+
+
 def test_pool_gap_bounds_every_deal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that ends early says no less than what it misses, and does not say that floors are best if they are
     not."""

@@ -95,7 +95,8 @@ class _Search:
         self.solutions: dict[tuple[int, Deal], tuple[Solution, _Worth]] = {}
         self.budget = min(SOLVES_MAX, WORK_MAX * len(self.pools) // max(1, len(problem.tasks) * problem.workers))
         self.looks = 0
-        self.shift = fsum([float(_shift(problem, task)) for task in problem.tasks])
+        self.shifts = [float(_shift(problem, task)) for task in problem.tasks]
+        self.shift = fsum(self.shifts)
         self.deal: Deal = ()
         self.missed_least, self.lead = 0, -inf
 
@@ -176,12 +177,14 @@ class _Search:
             self.looks += 1
             deal = deals.pop()
             members = [_tasks_in(deal, place) for place in self.places]
-            # Each pool counts what a task of ANY pool has without workers.
-            twice = (len(self.pools) - 1) * fsum([prices.least[i] for i, place in enumerate(deal) if place == ANY])
+            # Each pool counts what a task of ANY pool has without workers, and takes its shift from the objective.
+            idle, again = [i for i, place in enumerate(deal) if place == ANY], len(self.pools) - 1
+            twice = again * fsum([prices.least[i] for i in idle])
+            shift = self.shift + again * fsum([self.shifts[i] for i in idle])
             if prices.apart(members) - twice <= self.lead:
                 continue
             solutions = [self._pool(place, tasks)[0] for place, tasks in enumerate(members)]
-            if fsum([self.shift - twice, *[solution.objective for solution in solutions]]) <= self.lead:
+            if fsum([shift - twice, *[solution.objective for solution in solutions]]) <= self.lead:
                 continue
             users: dict[int, list[int]] = {}
             for place, (tasks, solution) in enumerate(zip(members, solutions, strict=True)):
