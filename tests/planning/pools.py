@@ -161,6 +161,17 @@ def full_pools(rng: Random, tasks: int, pools: int, nodes: int) -> Problem:
     return random_pools(rng, tasks, pools, nodes, most=256, fewest=nodes)
 
 
+def crowded_pools(seed: int) -> Problem:
+    """Two small pools after a loss, four tasks without floors of very unlike weights, and little time to the next
+    failure: some that run are worth less than what they hold up."""
+    rng = Random(f"x{seed}")
+    problem = random_pools(rng, 4, 2, 2)
+    tasks = tuple([replace(t, floor=0, min_workers=0, weight=rng.choice((0.01, 0.1, 1, 3))) for t in problem.tasks])
+    nodes = tuple([replace(pool, workers=8, seats=((8, 1),)) for pool in problem.pools])
+    d_running_us = rng.choice((100, 1000, 10_000, 100_000))
+    return replace(problem, tasks=tasks, pools=nodes, workers=16, d_running_us=d_running_us)
+
+
 #: What comes before, types, tasks, nodes a pool, problems.
 ROWS = (
     ("random", random_pools, 2, 8, 8, 30),

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.planning.clusters import random_problem, with_priorities, with_turns
-from tests.planning.pools import NOTHING, every_deal, gap, random_pools
+from tests.planning.pools import NOTHING, crowded_pools, every_deal, gap, random_pools
 from unicrond.core.planning.feasibility import groups_of, packs
 from unicrond.core.planning.placement import place_apart
 from unicrond.core.planning.pools import best_of_pools
@@ -50,17 +50,6 @@ def test_pool_solver_matches_every_deal() -> None:
             assert abs(gap(found, best)) < NOTHING, seed
             proven += not found.gap
     assert proven >= 54, "nine of ten are proven"
-
-
-def crowded_pools(seed: int) -> Problem:
-    """Two small pools after a loss, four tasks without floors of very unlike weights, and little time to the next
-    failure: some that run are worth less than what they hold up."""
-    rng = Random(f"x{seed}")
-    problem = random_pools(rng, 4, 2, 2)
-    tasks = tuple([replace(t, floor=0, min_workers=0, weight=rng.choice((0.01, 0.1, 1, 3))) for t in problem.tasks])
-    nodes = tuple([replace(pool, workers=8, seats=((8, 1),)) for pool in problem.pools])
-    d_running_us = rng.choice((100, 1000, 10_000, 100_000))
-    return replace(problem, tasks=tasks, pools=nodes, workers=16, d_running_us=d_running_us)
 
 
 @pytest.mark.parametrize("seed", (284, 1613, 2362, *range(8)))

@@ -17,7 +17,7 @@ from tests.planning.clusters import (
     with_turns,
 )
 from tests.planning.oracle import brute_force, plain_dp, shortfall
-from tests.planning.pools import NOTHING, every_deal, gap, random_pools
+from tests.planning.pools import NOTHING, crowded_pools, every_deal, gap, random_pools
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning import solver
 from unicrond.core.planning.feasibility import has_room
@@ -171,6 +171,23 @@ def test_pools_have_closed_nodes_of_their_own() -> None:
         assert abs(gap(solution, every_deal(closed))) < NOTHING, seed
         differ += solution.workers != solve(problem).workers
     assert differ > 5, "the seats of residents decide nothing"
+
+
+@pytest.mark.parametrize("seed", (153, 902, 2337, *range(8)))
+def test_deal_is_not_ruled_out_by_residents_of_one_pool(seed: int) -> None:
+    """What a task has without an open seat it has in its own pool alone, not in each that it is tried in."""
+    rng, problem = Random(seed), crowded_pools(seed)
+    closed = {pool.gpu: 0 for pool in problem.pools}
+    tasks = []
+    for task in problem.tasks:
+        counts = (task.unit,) * rng.randint(0, task.workers // task.unit)
+        closed[task.gpu] += sum(counts)
+        tasks.append(replace(task, residents=counts))
+    pools = tuple([replace(pool, workers=8 + closed[pool.gpu], closed=closed[pool.gpu]) for pool in problem.pools])
+    beside = sum(closed.values())
+    problem = replace(problem, tasks=tuple(tasks), pools=pools, workers=16 + beside, closed=beside)
+    found, best = solve(problem), every_deal(problem)
+    assert found.gap >= gap(found, best) - NOTHING
 
 
 def test_problem_refuses_impossible_residents() -> None:

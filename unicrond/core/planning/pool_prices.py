@@ -79,11 +79,12 @@ def offers_of(problem: Problem, floors: Sequence[int], is_open: Sequence[bool]) 
 @dataclass(frozen=True)
 class PoolPrices:
     """The prices that bounds are known at. `price_sums`: (pools, prices) a price times the seats of the pool; `nets`:
-    (tasks, pools, prices); `least`: per task the value of its first choice, at no price."""
+    (tasks, pools, prices); `firsts`: (tasks, pools) the value of a task's first choice, which needs no seat unless it
+    has a floor that is met."""
 
     price_sums: Floats
     nets: Floats
-    least: Floats
+    firsts: Floats
 
     @cached_property
     def bounds(self) -> Floats:
@@ -110,8 +111,15 @@ class PoolPrices:
     @cached_property
     def is_idle(self) -> NDArray[np.bool_]:
         """Return per task whether no choice in any pool is better than the first, at the best prices."""
-        is_idle: NDArray[np.bool_] = self.nets[:, :, int(self.bounds.argmin())].max(axis=1) <= self.least
+        nets = self.nets[:, :, int(self.bounds.argmin())]
+        is_idle: NDArray[np.bool_] = nets.max(axis=1) <= self.firsts.max(axis=1)
         return is_idle
+
+    @cached_property
+    def besides(self) -> Floats:
+        """Return per task the least that all pools but one have of it, at no price, where it is in all of them."""
+        besides: Floats = self.firsts.sum(axis=1) - self.firsts.max(axis=1)
+        return besides
 
     def apart(self, tasks_of: Sequence[Sequence[int]]) -> float:
         """Return a bound of one deal, given as the tasks in each pool: of each pool at the prices that are best for
@@ -162,8 +170,8 @@ def best_prices(pools: Sequence[Offers], places: Sequence[int]) -> PoolPrices:
     nets_of = [
         np.stack([pool.best(price)[0] for price in prices_of[:, at].tolist()], 1) for at, pool in enumerate(pools)
     ]
-    least = np.array([pools[place].values[first] for place, first in firsts])
-    return PoolPrices(prices_of.T * np.array(free)[:, None], np.stack(nets_of, axis=1), least)
+    firsts_of = np.stack([pool.values[pool.starts[:-1]] for pool in pools], axis=1)
+    return PoolPrices(prices_of.T * np.array(free)[:, None], np.stack(nets_of, axis=1), firsts_of)
 
 
 def _pivot(

@@ -177,10 +177,10 @@ class _Search:
             self.looks += 1
             deal = deals.pop()
             members = [_tasks_in(deal, place) for place in self.places]
-            # Each pool counts what a task of ANY pool has without workers, and takes its shift from the objective.
-            idle, again = [i for i, place in enumerate(deal) if place == ANY], len(self.pools) - 1
-            twice = again * fsum([prices.least[i] for i in idle])
-            shift = self.shift + again * fsum([self.shifts[i] for i in idle])
+            # Each pool counts what a task of ANY pool has there without a seat, and takes its shift from the objective.
+            idle = [i for i, place in enumerate(deal) if place == ANY]
+            twice = fsum(prices.besides[idle].tolist())
+            shift = self.shift + (len(self.pools) - 1) * fsum([self.shifts[i] for i in idle])
             if prices.apart(members) - twice <= self.lead:
                 continue
             solutions = [self._pool(place, tasks)[0] for place, tasks in enumerate(members)]
